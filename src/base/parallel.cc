@@ -1,0 +1,66 @@
+#include "base/parallel.h"
+
+#include <oneapi/tbb/blocked_range.h>
+#include <oneapi/tbb/info.h>
+#include <oneapi/tbb/parallel_for.h>
+#include <oneapi/tbb/task_arena.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include <algorithm>
+#include <cassert>
+#include <cstdlib>
+#include <memory>
+
+namespace lockstep {
+namespace {
+
+int default_threads() {
+  const char* asked = std::getenv("LOCKSTEP_THREADS");
+  const int count = asked == nullptr ? 0 : std::atoi(asked);
+  return count > 0 ? count : tbb::info::default_concurrency();
+}
+
+std::unique_ptr<tbb::task_arena>& arena() {
+  static auto instance = std::make_unique<tbb::task_arena>(default_threads());
+  return instance;
+}
+
+/// Subnormals count: scales and codes are defined on them.
+bool keeps_subnormals() {
+#if defined(__x86_64__)
+  constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+  return (_mm_getcsr() & (kFlushToZero | kDenormalsAreZero)) == 0;
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+
+void set_threads(int count) {
+  arena() = std::make_unique<tbb::task_arena>(count > 0 ? count : default_threads());
+}
+
+int threads() { return arena()->max_concurrency(); }
+
+void parallel_for(std::int64_t n, std::int64_t grain,
+                  const std::function<void(std::int64_t, std::int64_t)>& body) {
+  if (n <= 0) return;
+  grain = std::max<std::int64_t>(grain, 1);
+  if (n <= grain || threads() == 1) {
+    assert(keeps_subnormals() && "a thread flushes subnormals to zero");
+    body(0, n);
+    return;
+  }
+  arena()->execute([&] {
+    tbb::parallel_for(tbb::blocked_range<std::int64_t>(0, n, static_cast<std::size_t>(grain)),
+                      [&](const tbb::blocked_range<std::int64_t>& range) {
+                        assert(keeps_subnormals() && "a thread flushes subnormals to zero");
+                        body(range.begin(), range.end());
+                      });
+  });
+}
+
+}  // namespace lockstep

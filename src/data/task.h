@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/id.h"
+
+namespace lockstep::data {
+
+struct Prompt {
+  PromptId id;  // its number in the run: no two steps share one
+  std::vector<Token> tokens;
+  std::string text{};  // for people
+  std::string ground_truth{};
+  std::string data_source{};  // "arith", or the row's own
+};
+
+/// Prompts and the rewards of their answers. No state: what step n gets depends on n alone.
+class Task {
+ public:
+  virtual ~Task() = default;
+  virtual std::vector<Prompt> prompts(std::int64_t step, std::int32_t count) const = 0;
+  /// The same ones each time, apart from those of any step.
+  virtual std::vector<Prompt> evaluation(std::int32_t count) const = 0;
+  virtual float reward(const Prompt& prompt, std::span<const Token> response) const = 0;
+};
+
+}  // namespace lockstep::data

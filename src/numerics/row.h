@@ -1,0 +1,95 @@
+/// A record: what the rollout keeps of one token at one site, and what the trainer does with it.
+///
+/// A record is one row of bytes: elements, then block scales, then the row's global exponent.
+/// The layout is defined here and not in record/, because a CUDA kernel writes it while it
+/// quantizes. docs/formats/record.md draws it, with an example that a test reads.
+#pragma once
+
+#include <cstdint>
+
+namespace lockstep {
+
+/// The trainer's rounding at a guided site. These six are the ablation arms of one kernel.
+enum class Guidance : std::uint8_t {
+  kOwnScale,      // round to nearest at the trainer's own scale; reads no record
+  kRolloutScale,  // round to nearest at the rollout's scale
+  kLsbScaleMod4,  // guided by the code's mantissa bit; two bits identify the scale
+  kLsb,           // guided by the code's mantissa bit, at the rollout's scale (TRACE)
+  kFullGuided,    // the end of the bracket that is nearer to the rollout's code
+  kFullForced,    // the rollout's code itself
+};
+
+enum class Encoding : std::uint8_t {
+  kNone,
+  kScale,
+  kLsbScaleMod4,
+  kLsb,
+  kCodes,
+  kExperts8,   // ids of the chosen experts, where there are at most 256
+  kExperts16,  // little-endian
+  kBf16,
+};
+
+constexpr Encoding encoding_for(Guidance guidance) {
+  switch (guidance) {
+    case Guidance::kOwnScale: return Encoding::kNone;
+    case Guidance::kRolloutScale: return Encoding::kScale;
+    case Guidance::kLsbScaleMod4: return Encoding::kLsbScaleMod4;
+    case Guidance::kLsb: return Encoding::kLsb;
+    case Guidance::kFullGuided:
+    case Guidance::kFullForced: return Encoding::kCodes;
+  }
+  return Encoding::kNone;
+}
+
+struct RowLayout {
+  Encoding encoding = Encoding::kNone;
+  std::int32_t width = 0;   // elements in the row; for kExperts*, experts per token
+  std::int32_t block = 16;  // elements that share a scale
+  // Global scales of the row's own, 2^n, n as an int8 each: one for w13_in, one a slot for w2_in,
+  // none for K and V, whose exponents stand in the contract.
+  std::int32_t exponents = 1;
+
+  constexpr std::int32_t element_bytes() const { return (width * element_bits() + 7) / 8; }
+  constexpr std::int32_t scale_bytes() const { return (width / block * scale_bits() + 7) / 8; }
+  constexpr std::int32_t exponent_bytes() const { return scale_bits() > 0 ? exponents : 0; }
+  constexpr std::int32_t bytes() const {
+    return element_bytes() + scale_bytes() + exponent_bytes();
+  }
+  friend constexpr bool operator==(const RowLayout&, const RowLayout&) = default;
+
+ private:
+  constexpr std::int32_t element_bits() const {
+    switch (encoding) {
+      case Encoding::kLsb:
+      case Encoding::kLsbScaleMod4: return 1;
+      case Encoding::kCodes: return 4;
+      case Encoding::kExperts8: return 8;
+      case Encoding::kExperts16:
+      case Encoding::kBf16: return 16;
+      case Encoding::kNone:
+      case Encoding::kScale: return 0;
+    }
+    return 0;
+  }
+  constexpr std::int32_t scale_bits() const {
+    switch (encoding) {
+      case Encoding::kScale:
+      case Encoding::kLsb:
+      case Encoding::kCodes: return 8;
+      case Encoding::kLsbScaleMod4: return 2;
+      case Encoding::kNone:
+      case Encoding::kExperts8:
+      case Encoding::kExperts16:
+      case Encoding::kBf16: return 0;
+    }
+    return 0;
+  }
+};
+
+// The sizes of methods.md 1.3 and 5.6 for a row of 2048: 1.5, 1.125 and 4.5 bits an element.
+static_assert(RowLayout{Encoding::kLsb, 2048}.bytes() == 2048 * 3 / 2 / 8 + 1);
+static_assert(RowLayout{Encoding::kLsbScaleMod4, 2048}.bytes() == 2048 * 9 / 8 / 8 + 1);
+static_assert(RowLayout{Encoding::kCodes, 2048}.bytes() == 2048 * 9 / 2 / 8 + 1);
+
+}  // namespace lockstep

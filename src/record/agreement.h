@@ -1,0 +1,31 @@
+#pragma once
+
+#include "contract/contract.h"
+#include "model/config.h"
+#include "record/guide.h"
+
+namespace lockstep {
+
+/// What rollout and trainer agree on. Both are built from the same one, so that nothing they
+/// share is ever given twice.
+struct Agreement {
+  ModelConfig model;
+  Contract contract;
+  Guide guide;
+  std::uint64_t seed = 0;  // of the run: audit tokens follow from it
+
+  /// What is recorded of every token there; kNone: nothing.
+  Encoding encoding(Place place) const;
+
+  /// The layout of a row there under `encoding`: that of every token, kCodes for an audit token, or
+  /// kBf16 for a dump.
+  RowLayout layout(Place place, Encoding encoding) const;
+
+  /// The rule by which a site is quantized.
+  const Quantizer& rule(Site site) const;
+
+  /// Bytes that one token leaves, over all places: the formula of records.md 1, audit tokens aside.
+  std::int64_t bytes_per_token() const;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,23 @@
+#include "record/trajectory.h"
+
+#include "base/philox.h"
+
+namespace lockstep {
+
+bool audited(std::uint64_t seed, TokenKey key, std::int32_t every) {
+  if (every <= 0) return false;
+  const auto position = static_cast<std::uint32_t>(key.position);
+  return philox(seed, philox_counter(key.span.value, position, 0))[0] %
+             static_cast<std::uint32_t>(every) ==
+         0;
+}
+
+std::vector<TokenKey> keys(const Trajectory& trajectory) {
+  std::vector<TokenKey> keys;
+  for (const Span& span : trajectory.path) {
+    for (std::int32_t i = 0; i < span.count; ++i) keys.push_back({span.id, span.first + i});
+  }
+  return keys;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,75 @@
+/// What a rollout leaves behind: the words that engine, store, trainer and losses share.
+///
+/// A *record* is one row of one token at one place. A *trace* is all records of a trajectory.
+/// Positions: logp[t] belongs to tokens[t] and came out of the pass that read tokens[t - 1]; the
+/// record at position t was written by the pass that read tokens[t]. The last token was never
+/// read by any pass, so a trajectory of T tokens has records at 0..T-2.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/id.h"
+
+namespace lockstep {
+
+/// The name of a span follows from what it holds, so that a resumed run names it alike. `sample` is
+/// -1 for the prompt that all samples share; `turn` counts the spans of a sample.
+constexpr SpanId span_id(int rank, PromptId prompt, int sample, int turn) {
+  return SpanId{static_cast<std::uint64_t>(rank & 0xffff) << 48 |
+                static_cast<std::uint64_t>(prompt.value & 0xfffffff) << 20 |
+                static_cast<std::uint64_t>((sample + 1) & 0x3fff) << 6 |
+                static_cast<std::uint64_t>(turn & 0x3f)};
+}
+
+/// Consecutive positions computed once, under one weight version, and owned by nobody: every
+/// trajectory whose path holds the span reads its records. A prompt is one span that its G
+/// samples share; each response is a span; a new turn or a weight update begins another. So a
+/// record needs no version or contract of its own: its span has them.
+struct Span {
+  SpanId id;
+  std::int32_t first = 0;  // the position of its first token
+  std::int32_t count = 0;
+  WeightVersion version;
+  std::uint64_t prefix_hash = 0;  // of tokens 0..first-1, on which the records depend
+};
+
+/// Names a token's records wherever they are: in a decode batch, a segment, a packed micro-batch.
+struct TokenKey {
+  SpanId span;
+  std::int32_t position = 0;
+  friend constexpr auto operator<=>(const TokenKey&, const TokenKey&) = default;
+};
+
+struct Sampling {
+  float temperature = 1.0f;  // log-probs are of softmax(logits / temperature), on both sides
+  float top_p = 1.0f;
+  std::int32_t top_k = 0;  // 0: all
+  std::int32_t max_new_tokens = 1024;
+};
+
+enum class Finish : std::uint8_t { kNone, kStop, kLength, kAborted };
+
+struct Trajectory {
+  PromptId prompt;
+  std::int32_t sample = 0;                    // 0..G-1
+  std::vector<Token> tokens;                  // [T] prompt, then response; later turns likewise
+  std::vector<std::uint8_t> response_mask{};  // [T] 1 where the policy chose the token
+  std::vector<float> rollout_logp{};          // [T] 0 where it did not
+  std::vector<Span> path{};                   // covers 0..T-2 in order, without gaps
+  Sampling sampling{};
+  Finish finish = Finish::kNone;
+  std::int32_t rewritten_from = -1;  // a foreign engine computed again from here; -1: it did not
+};
+
+/// One number a token: values[trajectory][position], 0 where response_mask is 0.
+using PerToken = std::vector<std::vector<float>>;
+
+/// Is this token's record kept in full beside the rest? One in `every` is, alike on both sides;
+/// 0: none (numerics.md 4).
+bool audited(std::uint64_t seed, TokenKey key, std::int32_t every);
+
+/// The keys of positions 0..T-2.
+std::vector<TokenKey> keys(const Trajectory& trajectory);
+
+}  // namespace lockstep

@@ -1,0 +1,88 @@
+/// The rollout engine: paged FP4 KV cache, continuous batching, W4A4 experts, capture.
+/// Read in this order: engine.cc, scheduler.cc, kv_cache.cc, forward.cc, capture.cc.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/metrics.h"
+#include "device/comm.h"
+#include "device/view.h"
+#include "model/weights.h"
+#include "record/agreement.h"
+#include "record/trace.h"
+#include "record/trajectory.h"
+
+namespace lockstep::rollout {
+
+/// The second FP4 pass over what the first one lost (QUADS, Rollout-ResQ).
+enum class Residual : std::uint8_t { kNone, kChannels, kTwoOfFour, kBlocks, kDense };
+
+/// Whose residuals decide which channels get the second pass.
+enum class ResidualScope : std::uint8_t { kPerToken, kBatch, kStatic };
+
+/// Declared differences between the engines, for studies (records.md 7); 0 and false: none.
+struct Drift {
+  float noise = 0.0f;    // sigma, on every attention and expert output before the residual add
+  bool split_k = false;  // products in two halves with BF16 partial sums
+};
+
+struct Options {
+  Residual residual = Residual::kNone;
+  ResidualScope residual_scope = ResidualScope::kPerToken;
+  std::int32_t residual_permille = 500;  // tenths of a percent of the 16-wide channel groups
+  Drift drift{};
+  std::int64_t cache_bytes = 1ll << 28;  // KV pages on the device
+  std::int64_t swap_bytes = 1ll << 28;   // KV pages of preempted sequences, in host memory
+  std::int32_t page_tokens = 16;
+  std::int32_t tokens_per_pass = 2048;  // chunked prefill and decode share a pass of this many
+  std::int32_t max_sequences = 1024;    // that decode side by side
+};
+
+/// A trajectory to be continued: a prompt, a next turn, or one that a weight update interrupted.
+struct Request {
+  Trajectory prefix;  // tokens, path and sampling; what is in the cache is not recomputed
+  std::int32_t num_samples = 1;  // they share the prefix's pass, pages and records
+  std::uint64_t seed = 0;        // drawn from by counter: (seed, prompt, sample, position)
+};
+
+/// One thread calls; work goes on inside. Results do not depend on what else is in the batch.
+class Engine {
+ public:
+  /// `trace` may be null: an evaluation leaves no records.
+  Engine(const Agreement& agreement, const Options& options, Device device, TraceSink* trace,
+         Comm& comm);
+  ~Engine();
+
+  void submit(Request request);
+  bool idle() const;
+
+  /// Schedules, runs one pass, samples. Returns the trajectories that finished, spans sealed.
+  std::vector<Trajectory> step();
+
+  /// Reads given tokens with the present weights: their log-probs and records, in new spans. The
+  /// truth by which guidance is judged once weights have moved.
+  std::vector<Trajectory> rescore(std::span<const Trajectory> trajectories);
+
+  /// What happened since the last call: tokens, passes, preemptions, saturated blocks, seconds.
+  Metrics metrics();
+
+  /// commit() empties the prefix cache and sends running requests into new spans.
+  WeightSink& weights();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// The cache's exponents (numerics.md 2), [L, 2], K before V: what BF16 passes over a named
+/// calibration batch show. `weights` is asked once.
+std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
+                                      std::span<const std::vector<Token>> batch);
+
+/// Submits all and steps until idle; ordered by prompt and sample.
+std::vector<Trajectory> generate(Engine& engine, std::vector<Request> requests);
+
+}  // namespace lockstep::rollout

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "device/view.h"
+#include "kernels/dense/paged_kv.h"
+#include "model/weights.h"
+#include "record/agreement.h"
+#include "rollout/engine.h"
+#include "rollout/pass.h"
+
+namespace lockstep::rollout {
+
+class Capture;
+
+/// K and V of a layer in the cache.
+struct LayerKv {
+  kernels::PagedKv k;
+  kernels::PagedKv v;
+};
+
+/// The model as the rollout computes it: inference layers over packed weights.
+class Forward {
+ public:
+  Forward(const Agreement& agreement, const Options& options, Device device);
+  ~Forward();
+
+  /// Writes K and V of the pass's rows into the cache, then attends; returns FP32 logits
+  /// [pass.wanted, V], valid until the next call. Throws Error with layer and token where a
+  /// non-finite number appears. `cache` has one entry a layer.
+  TensorView<const float, 2> run(const Pass& pass, std::span<const LayerKv> cache,
+                                 Capture& capture);
+
+  /// Codes and BF16 weights, written in place, laid out for the kernels. commit() answers with the
+  /// CRC32C of each weight as it was put: codes, then scales, then global scale bytes; or BF16.
+  WeightSink& weights();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep::rollout

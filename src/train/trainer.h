@@ -1,0 +1,82 @@
+/// The QAT trainer. libtorch stays behind this header: who includes it compiles without torch.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "base/metrics.h"
+#include "device/comm.h"
+#include "device/view.h"
+#include "model/weights.h"
+#include "record/agreement.h"
+#include "record/trace.h"
+#include "record/trajectory.h"
+
+namespace lockstep::train {
+
+/// Which of the contract's quantizations the trainer imitates; all false is a BF16 trainer.
+struct Qat {
+  bool weights = false;
+  bool activations = false;
+  bool k = false;
+  bool v = false;
+};
+
+enum class Decay : std::uint8_t { kConstant, kLinear, kCosine };
+
+struct Options {
+  bool bf16 = true;  // compute; masters and optimizer are FP32 either way
+  double lr = 1e-6;
+  std::int64_t warmup_updates = 0;
+  Decay decay = Decay::kConstant;
+  std::int64_t decay_updates = 0;  // at the end of which lr is lr * min_lr_fraction
+  double min_lr_fraction = 0.0;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-15;
+  double weight_decay = 0.0;
+  double max_grad_norm = 1.0;
+  std::int32_t tokens_per_pass = 8192;  // whole trajectories are packed up to this many
+  bool recompute = false;               // activations, in backward; reads the same records
+};
+
+/// The loss of trajectory i as a function of its log-probs. Writes dlogp[t] = d loss / d logp[t].
+/// All that the trainer knows of reinforcement learning, or of fine-tuning.
+using TokenLoss =
+    std::function<double(std::size_t i, std::span<const float> logp, std::span<float> dlogp)>;
+
+class Trainer {
+ public:
+  Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
+          Comm& comm);
+  ~Trainer();
+
+  /// log p(tokens[t]) at the trajectory's temperature, in FP32, where response_mask is 1.
+  /// Guided by `trace`; nullptr for a reference policy or an evaluation.
+  PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const;
+
+  /// Forward and backward of the summed loss; gradients add up until update(). The same forward
+  /// as logprobs: with unchanged weights it gives `loss` the same bits.
+  double accumulate(std::span<const Trajectory> batch, const TraceSource* trace,
+                    const TokenLoss& loss);
+
+  /// Sums gradients over ranks, clips, steps AdamW, clears. What guidance did since the last
+  /// call is among the metrics.
+  Metrics update();
+
+  const WeightSource& weights() const;  // masters, FP32
+  WeightSink& initial_weights();
+
+  /// Weights, optimizer and schedule: all that a step leaves to the next. Collective.
+  void save(const std::filesystem::path& folder) const;
+  void load(const std::filesystem::path& folder);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep::train
