@@ -9,9 +9,10 @@
 #endif
 
 #include <algorithm>
-#include <cassert>
 #include <cstdlib>
 #include <memory>
+
+#include "base/error.h"
 
 namespace lockstep {
 namespace {
@@ -28,12 +29,14 @@ std::unique_ptr<tbb::task_arena>& arena() {
 }
 
 /// Subnormals count: scales and codes are defined on them.
-bool keeps_subnormals() {
+void check_subnormals() {
 #if defined(__x86_64__)
   constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
-  return (_mm_getcsr() & (kFlushToZero | kDenormalsAreZero)) == 0;
-#else
-  return true;
+  if ((_mm_getcsr() & (kFlushToZero | kDenormalsAreZero)) != 0) {
+    throw Error(
+        "a thread flushes subnormal numbers to zero (MXCSR's FTZ or DAZ is set): "
+        "something in this process was built or started with fast math");
+  }
 #endif
 }
 
@@ -50,14 +53,14 @@ void parallel_for(std::int64_t n, std::int64_t grain,
   if (n <= 0) return;
   grain = std::max<std::int64_t>(grain, 1);
   if (n <= grain || threads() == 1) {
-    assert(keeps_subnormals() && "a thread flushes subnormals to zero");
+    check_subnormals();
     body(0, n);
     return;
   }
   arena()->execute([&] {
     tbb::parallel_for(tbb::blocked_range<std::int64_t>(0, n, static_cast<std::size_t>(grain)),
                       [&](const tbb::blocked_range<std::int64_t>& range) {
-                        assert(keeps_subnormals() && "a thread flushes subnormals to zero");
+                        check_subnormals();
                         body(range.begin(), range.end());
                       });
   });

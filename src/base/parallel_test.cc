@@ -5,6 +5,11 @@
 #include <atomic>
 #include <vector>
 
+#include "base/error.h"
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace lockstep {
 namespace {
 
@@ -21,6 +26,15 @@ TEST(Parallel, CoversEachIndexOnce) {
 TEST(Parallel, AnExceptionReachesTheCaller) {
   EXPECT_THROW(parallel_for(100, 1, [](std::int64_t, std::int64_t) { throw 1; }), int);
 }
+
+#if defined(__x86_64__)
+TEST(Parallel, AThreadThatFlushesSubnormalsIsRefused) {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8000);
+  EXPECT_THROW(parallel_for(1, 1, [](std::int64_t, std::int64_t) {}), Error);
+  _mm_setcsr(before);
+}
+#endif
 
 }  // namespace
 }  // namespace lockstep

@@ -1,66 +1,48 @@
-/// GRPO and its relatives, without torch: a loss is a function of log-probs, and so is its
-/// derivative. Whatever must not carry a gradient is computed before the new policy runs.
+/// GRPO without torch: a loss is a function of log-probs, and so is its derivative. Whatever must
+/// not carry a gradient is computed before the new policy runs.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <vector>
 
 #include "base/metrics.h"
 #include "device/comm.h"
-#include "record/trajectory.h"
+#include "rl/batch.h"
+#include "rl/options.h"
 
 namespace lockstep::rl {
 
-enum class Advantage : std::uint8_t { kGrpo, kDrGrpo };
-enum class Surrogate : std::uint8_t { kPpo, kGspo, kCispo, kTbpo };
-enum class Correction : std::uint8_t { kNone, kTis, kCis, kMis, kIcePop, kSeqTis, kSeqMis, kGeoRs };
-enum class Aggregation : std::uint8_t { kTokenMean, kSeqMeanTokenMean, kSeqMeanTokenSum };
-
-struct Options {
-  Advantage advantage = Advantage::kGrpo;
-  Surrogate surrogate = Surrogate::kPpo;
-  float clip_low = 0.2f;
-  float clip_high = 0.27f;
-  Correction correction = Correction::kTis;
-  float correction_low = 0.0f;
-  float correction_high = 5.0f;
-  bool bypass = false;  // the rollout's log-probs stand for the old policy's; no correction then
-  Aggregation aggregation = Aggregation::kSeqMeanTokenMean;
-  float kl_weight = 0.0f;
-};
-
-/// Whole groups, as they were before the first update.
-struct Batch {
-  std::span<const Trajectory> trajectories;
-  std::span<const float> rewards;                           // [trajectories]
-  std::span<const std::vector<float>> old_logp;             // the trainer's, guided
-  std::span<const std::vector<float>> reference_logp = {};  // empty: no KL term
-  std::size_t group_size = 1;  // G trajectories in a row share a prompt
-  std::span<const std::uint8_t> tainted =
-      {};  // [trajectories] 1: masked, for a K or V record is lost
-
-  /// The groups of update u of n.
-  Batch part(std::size_t u, std::size_t n) const;
-};
-
-/// The loss of one update.
+/// The loss of one update:
+///   sum over trajectories i and tokens t of  w_it * max(-r A_i, -clip(r) A_i) + beta * KL_it
+/// with r = pi_theta / pi_old, and in w_it the correction, the mask and the denominator.
 class Objective {
  public:
   /// Collective: denominators are over all ranks, so no way to split the batch changes the loss.
   Objective(const Options& options, const Batch& batch, Comm& comm);
 
+  /// The trajectories whose loss is not zero whatever the policy does; the others need no pass.
+  const std::vector<std::size_t>& live() const { return live_; }
+
   /// The loss of trajectory i and its derivative: a train::TokenLoss.
-  double operator()(std::size_t i, std::span<const float> logp, std::span<float> dlogp) const;
+  double operator()(std::size_t i, std::span<const float> logp, std::span<float> dlogp);
+
+  /// What the update saw: loss, clip fractions, KL to the old policy, masked tokens. Collective.
+  Metrics metrics(Comm& comm) const;
 
  private:
+  struct Seen {
+    double loss = 0, tokens = 0, clipped_high = 0, clipped_low = 0, log_ratio = 0, kl = 0;
+  };
+  void weigh(std::size_t i, double advantage, double denominator);
+
   Options options_;
   Batch batch_;
-  PerToken weight_;  // advantage * correction * mask / denominator
+  std::vector<std::size_t> live_;
+  PerToken weight_;     // advantage * correction * mask / denominator; empty where not live
+  PerToken kl_weight_;  // beta * mask / denominator
+  double masked_tokens_ = 0, unknown_tokens_ = 0;
+  Seen seen_;
 };
-
-/// How far apart the policies are, and how the rewards lie: methods.md 4.6. Collective.
-Metrics diagnostics(const Options& options, const Batch& batch, Comm& comm);
 
 }  // namespace lockstep::rl
