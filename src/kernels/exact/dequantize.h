@@ -1,0 +1,23 @@
+#pragma once
+
+#include "device/view.h"
+#include "numerics/quantizer.h"
+
+namespace lockstep::kernels {
+
+struct DequantizeArgs {
+  PackedView<const std::uint8_t> codes;
+  Quantizer rule;
+  std::int8_t exponent = 0;  // n where codes.global is empty
+  // One of the two, or both:
+  TensorView<Bf16, 2> bf16{};  // [rows, cols]
+  TensorView<float, 2> f32{};  // [rows, cols]
+};
+
+/// What the codes are worth, global scale included: V[code] * s8 * 2^n or V[code] * 2^e, which BF16
+/// holds exactly; under an FP32 global scale the dialect's own order of operations in FP32, rounded
+/// to BF16 last. Throws Error naming argument and value where shapes disagree, and row and block of
+/// a scale byte above 0x7E (0xFF under MXFP4), which no quantizer wrote.
+void dequantize(const DequantizeArgs& args, Stream stream = {});
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,61 @@
+#include "kernels/exact/record_row.h"
+
+#include <cstring>
+
+#include "numerics/e2m1.h"
+
+namespace lockstep::kernels {
+namespace {
+
+/// The lowest bits of sixteen codes, element i's at bit i.
+std::uint16_t lsb_plane(const std::uint8_t* codes) {
+  std::uint64_t word = 0;
+  std::memcpy(&word, codes, sizeof(word));
+  word &= 0x1111111111111111u;
+  // Bits 4i are drawn together: pairs, then fours, then eights.
+  word = (word | word >> 3) & 0x0303030303030303u;
+  word = (word | word >> 6) & 0x000F000F000F000Fu;
+  word = (word | word >> 12) & 0x000000FF000000FFu;
+  return static_cast<std::uint16_t>(word | word >> 24);
+}
+
+void write_lsb(const CodedRow& row, std::uint8_t* out) {
+  for (std::int32_t i = 0; i < row.cols; i += 16) {
+    const std::uint16_t plane = lsb_plane(row.codes + i / 2);
+    out[i / 8] = static_cast<std::uint8_t>(plane);
+    out[i / 8 + 1] = static_cast<std::uint8_t>(plane >> 8);
+  }
+}
+
+/// Residues of slots need not begin at a byte: they are added to what is there.
+void write_mod4(const CodedRow& row, std::int32_t first, std::int32_t blocks, std::uint8_t* out) {
+  for (std::int32_t j = 0; j < blocks; ++j) {
+    const std::int32_t at = first + j;
+    out[at / 4] = static_cast<std::uint8_t>(out[at / 4] | (row.scales[j] & 3u) << (2 * (at % 4)));
+  }
+}
+
+}  // namespace
+
+void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layout,
+                  std::uint8_t* record) {
+  const std::int32_t blocks = row.cols / layout.block;
+  std::uint8_t* scales = record + layout.element_bytes();
+  std::uint8_t* exponents = scales + layout.scale_bytes();
+  switch (layout.encoding) {
+    case Encoding::kLsb:
+    case Encoding::kLsbScaleMod4: write_lsb(row, record + slot * row.cols / 8); break;
+    case Encoding::kCodes:
+      std::memcpy(record + slot * row.cols / 2, row.codes, static_cast<std::size_t>(row.cols / 2));
+      break;
+    default: break;
+  }
+  if (layout.encoding == Encoding::kLsbScaleMod4) {
+    write_mod4(row, slot * blocks, blocks, scales);
+  } else if (layout.scale_bytes() > 0) {
+    std::memcpy(scales + slot * blocks, row.scales, static_cast<std::size_t>(blocks));
+  }
+  if (layout.exponent_bytes() > 0) exponents[slot] = static_cast<std::uint8_t>(row.exponent);
+}
+
+}  // namespace lockstep::kernels

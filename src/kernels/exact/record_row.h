@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/row.h"
+
+namespace lockstep::kernels {
+
+/// One row's codes and scales, linear, and the n of its own global scale.
+struct CodedRow {
+  const std::uint8_t* codes = nullptr;   // [cols / 2]
+  const std::uint8_t* scales = nullptr;  // [cols / block]
+  std::int32_t cols = 0;
+  std::int8_t exponent = 0;
+};
+
+/// Writes what `layout` keeps of a row into slot number `slot` of a record whose bytes were zero:
+/// quantize() does it while the codes are hot, and what reads codes back from cache pages does it
+/// at release. The layout is docs/formats/record.md's. Requires slot * cols + cols <= layout.width
+/// and an encoding of codes or scales (not kBf16, kExperts*).
+void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layout,
+                  std::uint8_t* record);
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,37 @@
+/// Global scales that are powers of two, 2^n with n an int8.
+#pragma once
+
+#include "numerics/bf16.h"
+
+namespace lockstep {
+
+inline constexpr std::int32_t kMinExponent = -116;
+inline constexpr std::int32_t kMaxExponent = 116;
+
+/// 2^n for n in [-126, 127].
+constexpr float power_of_two(std::int32_t n) {
+  return float_of(static_cast<std::uint32_t>(n + 127) << 23);
+}
+
+/// The n of a scale 2^n.
+constexpr std::int32_t exponent_of(float power) {
+  return static_cast<std::int32_t>(float_bits(power) >> 23 & 0xFFu) - 127;
+}
+
+/// The smallest n with amax <= 1.3125 * 2^(n + shift), clamped; 0 for amax 0.
+/// A subnormal amax is far below the clamp. Requires amax finite and not negative.
+constexpr std::int32_t clamped_exponent(float amax, std::int32_t shift) {
+  const std::uint32_t bits = float_bits(amax);
+  if (bits == 0) return 0;
+  const std::int32_t n = static_cast<std::int32_t>(bits >> 23) - 127 - shift +
+                         static_cast<std::int32_t>((bits & 0x7FFFFFu) > 0x280000u);
+  return n < kMinExponent ? kMinExponent : n > kMaxExponent ? kMaxExponent : n;
+}
+
+/// The smallest n with amax <= 2688 * 2^n: of a token, a slot or a matrix.
+constexpr std::int32_t global_exponent(float amax) { return clamped_exponent(amax, 11); }
+
+/// Of the cache, from a calibration batch's amax: two binades of headroom above it.
+constexpr std::int32_t kv_exponent(float amax) { return clamped_exponent(amax, 9); }
+
+}  // namespace lockstep
