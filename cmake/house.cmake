@@ -1,7 +1,7 @@
 # One library a folder, from the files that lie in it:
 #   x.cc        always              x_test.cc   into <folder>_test
 #   x_cuda.cu   with LOCKSTEP_CUDA  x_bench.cc  into <folder>_bench
-#                                   x_fuzz.cc   an executable x_fuzz of its own
+#   main.cc     the program         x_fuzz.cc   an executable x_fuzz of its own
 # The suffix decides, so CPU and CUDA builds share one rule and there is no list to keep.
 
 function(lockstep_folder name)
@@ -9,7 +9,7 @@ function(lockstep_folder name)
   set(tests ${sources})
   set(benches ${sources})
   set(fuzzers ${sources})
-  list(FILTER sources EXCLUDE REGEX "_(test|bench|fuzz)\\.cc$")
+  list(FILTER sources EXCLUDE REGEX "(_(test|bench|fuzz)|/main)\\.cc$")
   list(FILTER tests INCLUDE REGEX "_test\\.cc$")
   list(FILTER benches INCLUDE REGEX "_bench\\.cc$")
   list(FILTER fuzzers INCLUDE REGEX "_fuzz\\.cc$")
@@ -25,10 +25,19 @@ function(lockstep_folder name)
     add_library(${name} INTERFACE)
     target_link_libraries(${name} INTERFACE ${ARGN})
   endif()
+  if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/src/${name}/main.cc)
+    add_executable(lockstep_${name} src/${name}/main.cc)
+    target_link_libraries(lockstep_${name} PRIVATE ${name})
+    set_target_properties(lockstep_${name} PROPERTIES OUTPUT_NAME lockstep)
+  endif()
+  if(NOT LOCKSTEP_TESTS)
+    return()
+  endif()
   if(tests)
     add_executable(${name}_test ${tests})
     target_link_libraries(${name}_test PRIVATE ${name} GTest::gtest_main)
-    gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST)
+    gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST TEST_PREFIX "${LOCKSTEP_TEST_PREFIX}"
+                         WORKING_DIRECTORY ${PROJECT_SOURCE_DIR} PROPERTIES TIMEOUT 600)
   endif()
   if(benches)
     add_executable(${name}_bench ${benches})
@@ -50,7 +59,7 @@ function(lockstep_fuzzer name source)
     target_link_options(${target} PRIVATE -fsanitize=fuzzer)
   else()
     target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests/replay_corpus.cc)
-    add_test(NAME ${target} COMMAND ${target} ${PROJECT_SOURCE_DIR}/tests/corpus/${corpus})
+    add_test(NAME ${LOCKSTEP_TEST_PREFIX}${target} COMMAND ${target} ${PROJECT_SOURCE_DIR}/tests/corpus/${corpus})
   endif()
 endfunction()
 
@@ -72,5 +81,37 @@ function(lockstep_house)
     endif()
     lockstep_folder(${name} ${links} ${below})
     list(APPEND here ${name})
+  endforeach()
+endfunction()
+
+# What crosses folders: tests/x_test.cc an executable each, tests/x_test.py under pytest,
+# tests/x_test.sh with the build folder as its argument.
+function(lockstep_tests)
+  file(GLOB sources CONFIGURE_DEPENDS tests/*_test.cc)
+  file(GLOB scripts CONFIGURE_DEPENDS tests/*_test.sh)
+  file(GLOB_RECURSE pythons CONFIGURE_DEPENDS tests/*_test.py src/*_test.py)
+  foreach(source IN LISTS sources)
+    get_filename_component(name ${source} NAME_WE)
+    if(TARGET ${name})
+      continue()  # it has what it links to beside its add_executable
+    endif()
+    add_executable(${name} ${source})
+    target_link_libraries(${name} PRIVATE ${ARGN} GTest::gtest_main)
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+                         PROPERTIES TIMEOUT 900)
+  endforeach()
+  foreach(script IN LISTS scripts)
+    get_filename_component(name ${script} NAME_WE)
+    add_test(NAME ${name} COMMAND bash ${script} ${PROJECT_BINARY_DIR}
+             WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_tests_properties(${name} PROPERTIES TIMEOUT 900)
+  endforeach()
+  foreach(python IN LISTS pythons)
+    get_filename_component(name ${python} NAME_WE)
+    add_test(NAME py.${name} COMMAND ${LOCKSTEP_TEST_PYTHON} -m pytest -q -p no:cacheprovider ${python}
+             WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    # 5: pytest found no test, that is all of a file's were skipped.
+    set_tests_properties(py.${name} PROPERTIES TIMEOUT 1200 SKIP_RETURN_CODE 5
+                         ENVIRONMENT "LOCKSTEP_BUILD=${PROJECT_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
   endforeach()
 endfunction()
