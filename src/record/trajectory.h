@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/id.h"
@@ -68,6 +69,10 @@ using PerToken = std::vector<std::vector<float>>;
 /// Is this token's record kept in full beside the rest? One in `every` is, alike on both sides;
 /// 0: none (numerics.md 4).
 bool audited(std::uint64_t seed, TokenKey key, std::int32_t every);
+
+/// What Span::prefix_hash holds of the tokens before the span: 64-bit FNV-1a over their bytes,
+/// little-endian, four a token.
+std::uint64_t hash_tokens(std::span<const Token> tokens);
 
 /// The keys of positions 0..T-2.
 std::vector<TokenKey> keys(const Trajectory& trajectory);

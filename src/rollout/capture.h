@@ -1,8 +1,10 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "device/view.h"
 #include "record/agreement.h"
@@ -10,6 +12,8 @@
 #include "rollout/pass.h"
 
 namespace lockstep::rollout {
+
+struct LayerKv;
 
 /// Takes what a pass reveals to the TraceSink: routes and activation records while it runs. K and V
 /// are read from the pages when a sequence is released.
@@ -19,17 +23,32 @@ class Capture {
   Capture(const Agreement& agreement, TraceSink* sink);
   ~Capture();
 
+  /// Before each pass: which rows are recorded and which of them are audited.
+  void begin(const Pass& pass);
+
   /// The layout in which quantize() is to write the records of a site; kNone: none are wanted.
   RowLayout layout(Layer layer, Site site) const;
 
-  /// `records` [n, layout.bytes()], one row a token of the pass; `codes` [n, ...] are what they
-  /// were taken from, for the audit slice. Call once a layer and site, layout or not: audit tokens
-  /// are kept wherever the contract quantizes.
+  /// `records` [n, layout.bytes()], one row a token of the pass; `codes` are what they were taken
+  /// from, [n, ...] for w13_in, [n * K, ...] for w2_in (a token's slots in a row), for the audit
+  /// slice. Call once a layer and site, layout or not: audit tokens are kept wherever the contract
+  /// quantizes.
   void activations(const Pass& pass, Layer layer, Site site,
                    TensorView<const std::uint8_t, 2> records, PackedView<const std::uint8_t> codes);
 
-  /// `experts` [n, K], in the order of the router's choice.
+  /// `experts` [n, K], in the order of the router's choice. Throws where they are not K different
+  /// ones: what a router never chose must not be replayed.
   void routes(const Pass& pass, Layer layer, TensorView<const std::int32_t, 2> experts);
+
+  /// Rows of a span in the cache: `pages` [..] by position, where each page's bytes lie now, on the
+  /// device or swapped out.
+  struct Held {
+    Span span;
+    std::vector<const std::byte*> pages;
+  };
+
+  /// Leaves the K and V records of finished spans, all at once, and seals them.
+  void close(std::span<const Held> spans, std::span<const LayerKv> cache);
 
  private:
   struct Impl;

@@ -39,6 +39,7 @@ struct Options {
   std::int32_t page_tokens = 16;
   std::int32_t tokens_per_pass = 2048;  // chunked prefill and decode share a pass of this many
   std::int32_t max_sequences = 1024;    // that decode side by side
+  bool reuse_prefixes = true;           // of earlier requests under the same weights
 };
 
 /// A trajectory to be continued: a prompt, a next turn, or one that a weight update interrupted.
@@ -62,8 +63,17 @@ class Engine {
   /// Schedules, runs one pass, samples. Returns the trajectories that finished, spans sealed.
   std::vector<Trajectory> step();
 
+  /// Did the last step() run nothing because the record store has no room? What waits is admitted
+  /// once records are released.
+  bool held_back() const;
+
+  /// Ends what runs or waits, as kAborted and with its spans sealed. A request whose prompt was not
+  /// yet read comes back once a sample, with the prompt alone.
+  std::vector<Trajectory> abort();
+
   /// Reads given tokens with the present weights: their log-probs and records, in new spans. The
-  /// truth by which guidance is judged once weights have moved.
+  /// truth by which guidance is judged once weights have moved. rollout_logp is filled where
+  /// response_mask is 1, an empty mask standing for all tokens but the first. Needs an idle engine.
   std::vector<Trajectory> rescore(std::span<const Trajectory> trajectories);
 
   /// What happened since the last call: tokens, passes, preemptions, saturated blocks, seconds.

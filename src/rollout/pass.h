@@ -18,6 +18,10 @@ struct Pass {
   std::vector<std::span<const std::int32_t>> pages;  // [sequences] page table, by position
   std::vector<std::int32_t> wanted;                  // rows whose logits are computed, ascending
 
+  // [n] 0 where an earlier pass already left the row's records and only K and V are wanted again;
+  // empty: all rows are new. For Capture alone: it changes nothing that is computed.
+  std::vector<std::uint8_t> fresh;
+
   std::int64_t rows() const { return static_cast<std::int64_t>(tokens.size()); }
 };
 
