@@ -10,11 +10,12 @@
 namespace lockstep::data {
 
 struct Prompt {
-  PromptId id;  // its number in the run: no two steps share one
-  std::vector<Token> tokens;
+  PromptId id{};  // its number in the run: no two steps share one
+  std::vector<Token> tokens{};
   std::string text{};  // for people
   std::string ground_truth{};
   std::string data_source{};  // "arith", or the row's own
+  std::string solution{};     // a worked answer to fine-tune on, where the task has one
 };
 
 /// Prompts and the rewards of their answers. No state: what step n gets depends on n alone.

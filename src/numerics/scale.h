@@ -1,4 +1,6 @@
-/// The scale of a block, and what it is worth together with the global scale.
+/// From amax to scales, and from scales to codes and values: every rule that a Quantizer names.
+/// Each function is the order of FP32 operations that its dialect uses; docs/formats/nvfp4.md
+/// writes them out.
 #pragma once
 
 #include "numerics/e4m3.h"
@@ -7,6 +9,9 @@
 #include "numerics/quantizer.h"
 
 namespace lockstep {
+
+inline constexpr float kFloatMax = 3.40282346638528859811704183484516925e+38f;
+inline constexpr float kFloatMinNormal = 0x1p-126f;
 
 /// s8 of an NVFP4 block under the global scale 2^n, nearest even, saturating at 448. amax * 2^-n
 /// is exact unless it is far below the smallest scale; an FP32 quotient cannot hide a tie, for a
@@ -24,13 +29,166 @@ constexpr bool is_saturated(float amax, std::int32_t n) {
   return amax * power_of_two(-n) > 464.0f * 6.0f;
 }
 
-constexpr MxRule mx_rule(ScaleRule rule) {
-  switch (rule) {
-    case ScaleRule::kMxEven: return MxRule::kEven;
-    case ScaleRule::kMxCeil: return MxRule::kCeil;
-    case ScaleRule::kMxRceil: return MxRule::kRceil;
-    default: return MxRule::kFloor;
+/// The global scale of a row or a matrix in the forms that the rules use. Under a power of two
+/// they are 2^-n and 2^n; without a global scale both are 1.
+struct GlobalNumbers {
+  float amax = 0.0f;
+  float encode = 1.0f;
+  float decode = 1.0f;
+  std::int32_t exponent = 0;
+};
+
+constexpr GlobalNumbers global_of_exponent(std::int32_t n) {
+  return {0.0f, power_of_two(-n), power_of_two(n), n};
+}
+
+/// Of a finite amax. Always finite and positive: an amax of 0, or one whose scale leaves FP32, is
+/// given the scale 1, as Transformer Engine and compressed-tensors do.
+constexpr GlobalNumbers global_of_amax(const Quantizer& rule, float amax) {
+  if (rule.is_mx() || rule.global == GlobalScale::kNone) return {};
+  if (rule.global_is_power_of_two) {
+    GlobalNumbers global = global_of_exponent(global_exponent(amax));
+    global.amax = amax;
+    return global;
   }
+  const float span = static_cast<float>(rule.denominator) * 6.0f;
+  GlobalNumbers global;
+  global.amax = amax;
+  if (amax <= 0.0f) return global;
+  if (rule.stored_global == StoredGlobal::kEncode) {
+    const float encode = span / (amax < kFloatMinNormal ? kFloatMinNormal : amax);
+    global.encode = is_finite(encode) ? encode : 1.0f;
+    global.decode = 1.0f / global.encode;
+    return global;
+  }
+  const float encode = span / amax;
+  const float decode = amax / span;
+  global.encode = is_finite(encode) ? encode : kFloatMax;
+  global.decode = decode > 0.0f ? decode : 1.0f;
+  return global;
+}
+
+/// The number that stands beside the codes.
+constexpr float stored_global(const Quantizer& rule, const GlobalNumbers& global) {
+  if (rule.global_is_power_of_two) return global.decode;
+  switch (rule.stored_global) {
+    case StoredGlobal::kDecode: return global.decode;
+    case StoredGlobal::kEncode: return global.encode;
+    case StoredGlobal::kAmax: return global.amax;
+  }
+  return global.decode;
+}
+
+/// ggml's E4M3: half rounds up, subnormals stop at 7, and what rounds to 256 or more becomes 448.
+constexpr E4m3 to_e4m3_ggml(float x) {
+  if (!(x > 0.0f)) return E4m3{0};
+  if (x > 448.0f) x = 448.0f;
+  const std::uint32_t bits = float_bits(x);
+  const std::int32_t exponent = static_cast<std::int32_t>(bits >> 23) - 127 + 7;
+  if (exponent >= 15) return E4m3{kE4m3Max};
+  if (exponent <= 0) {
+    const auto m = static_cast<std::uint32_t>(x * 512.0f + 0.5f);
+    return static_cast<E4m3>(static_cast<std::uint8_t>(m > 7 ? 7 : m));
+  }
+  const std::uint32_t code =
+      (static_cast<std::uint32_t>(exponent) << 3 | (bits >> 20 & 7u)) + (bits >> 19 & 1u);
+  return static_cast<E4m3>(static_cast<std::uint8_t>(code >= 15u << 3 ? kE4m3Max : code));
+}
+
+constexpr float clamp_scale(float scale, float low) {
+  return scale < low ? low : scale > 448.0f ? 448.0f : scale;
+}
+
+/// The scale byte of a block with this amax, finite and not negative.
+constexpr std::uint8_t scale_byte(const Quantizer& rule, float amax, const GlobalNumbers& global) {
+  switch (rule.scale_rule) {
+    case ScaleRule::kMxFloor: return bits_of(mx_scale(amax, MxRule::kFloor));
+    case ScaleRule::kMxEven: return bits_of(mx_scale(amax, MxRule::kEven));
+    case ScaleRule::kMxCeil: return bits_of(mx_scale(amax, MxRule::kCeil));
+    case ScaleRule::kMxRceil: return bits_of(mx_scale(amax, MxRule::kRceil));
+    case ScaleRule::kGgml: return bits_of(to_e4m3_ggml(amax / 6.0f));
+    case ScaleRule::kTe:
+      if (rule.global_is_power_of_two) return bits_of(block_scale(amax, global.exponent));
+      return bits_of(to_e4m3(amax * (global.encode * (1.0f / 6.0f))));
+    case ScaleRule::kModelOpt: {
+      const float scale = amax / (6.0f * global.decode);
+      const bool one = rule.zero_block == ZeroBlock::kOne && scale == 0.0f;
+      return bits_of(to_e4m3(clamp_scale(one ? 1.0f : scale, 0x1p-9f)));
+    }
+    case ScaleRule::kTorchao:
+      return bits_of(to_e4m3(clamp_scale(amax / 6.0f / global.decode, 0x1p-6f)));
+    case ScaleRule::kCompressedTensors: {
+      const std::uint8_t byte = bits_of(to_e4m3(global.encode * (amax / 6.0f)));
+      return byte == 0 && rule.zero_block == ZeroBlock::kEighth ? std::uint8_t{0x20} : byte;
+    }
+  }
+  return 0;
+}
+
+/// How the elements of one block become codes.
+struct BlockCoder {
+  CodeRule rule = CodeRule::kExact;
+  Tie tie = Tie::kEven;
+  SignOfZero sign_of_zero = SignOfZero::kDropped;
+  float factor = 0.0f;  // scale, multiplier or divisor, as the rule has it
+};
+
+constexpr BlockCoder block_coder(const Quantizer& rule, std::uint8_t byte,
+                                 const GlobalNumbers& global) {
+  BlockCoder coder{rule.code_rule, rule.tie, rule.sign_of_zero, 0.0f};
+  if (rule.is_mx()) {
+    coder.factor = to_float(static_cast<E8m0>(byte));
+    return coder;
+  }
+  const float scale = to_float(static_cast<E4m3>(byte));
+  switch (rule.code_rule) {
+    case CodeRule::kExact: coder.factor = scale * global.decode; break;
+    case CodeRule::kTe: {
+      const float decode = scale * (1.0f / global.encode);
+      const float multiplier = decode > 0.0f ? 1.0f / decode : kFloatMax;
+      coder.factor = multiplier < kFloatMax ? multiplier : kFloatMax;
+      break;
+    }
+    case CodeRule::kModelOpt: coder.factor = scale * global.decode; break;
+    case CodeRule::kCompressedTensors: coder.factor = scale / global.encode; break;
+    case CodeRule::kTorchao: coder.factor = 1.0f / global.decode / scale; break;
+  }
+  return coder;
+}
+
+/// Magnitude and sign of zero apart, so that each dialect's sign rule can be applied.
+constexpr E2m1 signed_code(bool negative, bool below_zero, std::uint32_t m, SignOfZero rule) {
+  const bool keeps =
+      m != 0 || rule == SignOfZero::kKept || (rule == SignOfZero::kNegativesKept && below_zero);
+  return static_cast<E2m1>(static_cast<std::uint8_t>(m | (negative && keeps ? 8u : 0u)));
+}
+
+/// The code of one element. Requires x finite.
+constexpr E2m1 code_of(float x, const BlockCoder& coder) {
+  const bool negative = (float_bits(x) >> 31) != 0;
+  if (coder.rule == CodeRule::kExact) {
+    const std::uint32_t m = e2m1_quotient(magnitude(x), coder.factor, coder.tie);
+    return signed_code(negative, x < 0.0f, m, coder.sign_of_zero);
+  }
+  const bool multiplies = coder.rule == CodeRule::kTe || coder.rule == CodeRule::kTorchao;
+  const float z = multiplies ? x * coder.factor : x / coder.factor;
+  return signed_code(negative, z < 0.0f, e2m1_quotient(magnitude(z), 1.0f, coder.tie),
+                     coder.sign_of_zero);
+}
+
+/// What a block's codes are multiplied by, in the dialect's order; `global` is the stored number.
+constexpr float decode_factor(const Quantizer& rule, std::uint8_t byte, float global) {
+  if (rule.is_mx()) return to_float(static_cast<E8m0>(byte));
+  const float scale = to_float(static_cast<E4m3>(byte));
+  if (rule.global == GlobalScale::kNone) return scale;
+  if (rule.global_is_power_of_two) return scale * global;
+  switch (rule.stored_global) {
+    case StoredGlobal::kDecode: return scale * global;
+    case StoredGlobal::kEncode: return scale / global;
+    case StoredGlobal::kAmax:
+      return scale * global * (1.0f / (static_cast<float>(rule.denominator) * 6.0f));
+  }
+  return scale * global;
 }
 
 }  // namespace lockstep

@@ -1,16 +1,20 @@
 /// Arms: every method and baseline is a value. No code outside this file asks which arm it runs.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "contract/contract.h"
 #include "record/guide.h"
-#include "rl/objective.h"
+#include "rl/options.h"
 #include "rollout/engine.h"
 #include "train/trainer.h"
 
 namespace lockstep {
 
+/// An arm that has met its model: what the parts of a run are built from.
 struct Arm {
   std::string name;
   Contract contract{};         // the rollout's numbers
@@ -20,42 +24,40 @@ struct Arm {
   rl::Options rl{};            // loss and correction
 };
 
-/// Each arm is another one and what it changes.
-namespace arms {
+/// An arm as recipes spell it, for a model of any depth.
+struct ArmSpec {
+  std::string name = "trace";
+  std::string contract = "lockstep";  // a preset's name
+  std::string contract_layers = "all";
+  bool contract_weights = true;  // false: that kind of tensor stays BF16
+  bool contract_activations = true;
+  bool contract_kv = true;
+  std::vector<std::int8_t> kv_exponents{};  // [L, 2]; empty: calibrated when the run begins
+  train::Qat qat{};
+  Guidance mode = Guidance::kOwnScale;
+  SiteSet sites{};
+  std::string layers = "all";
+  bool replay_experts = true;
+  std::int32_t audit_every = 512;
+  std::int32_t max_version_diff = 0;
+  rollout::Residual residual = rollout::Residual::kNone;
+  rollout::ResidualScope residual_scope = rollout::ResidualScope::kPerToken;
+  std::int32_t residual_permille = 500;
+};
 
-inline Arm bf16(const ModelConfig&) { return {.name = "bf16"}; }
+/// The names of the arms, baselines first.
+const std::vector<std::string>& arm_names();
 
-inline Arm naive(const ModelConfig& model) {
-  Arm arm = bf16(model);
-  arm.name = "naive";
-  arm.contract = contracts::lockstep(model.num_layers);
-  return arm;
-}
+/// The arm of that name; throws Error naming those that there are.
+ArmSpec arm_spec(std::string_view name);
 
-inline Arm w4a4_qat(const ModelConfig& model) {
-  Arm arm = naive(model);
-  arm.name = "w4a4_qat";
-  arm.qat = {.weights = true, .activations = true, .k = true, .v = true};
-  return arm;
-}
+/// The arm for a model: layers counted, the contract made. `rollout` and `rl` are what the arm does
+/// not decide. Throws Error where they contradict each other.
+Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& rollout = {},
+         const rl::Options& rl = {});
 
-inline Arm quads(const ModelConfig& model) {
-  Arm arm = naive(model);
-  arm.name = "quads";
-  arm.qat = {.weights = true};
-  arm.rollout.residual = rollout::Residual::kChannels;
-  return arm;
-}
+/// The layers that a name or a list means in a model of `num_layers`: "all", "none", "first_half",
+/// "latter_half", "middle_half", "latter_two_thirds", "odd", "even", or "0,2,5-7". Throws Error.
+LayerSet layer_set(std::string_view spelling, std::int32_t num_layers);
 
-inline Arm trace(const ModelConfig& model) {
-  Arm arm = w4a4_qat(model);
-  arm.name = "trace";
-  arm.guide = {.mode = Guidance::kLsb,
-               .sites = {Site::kW13In, Site::kK, Site::kV},
-               .layers = LayerSet::range(model.num_layers / 2, model.num_layers),
-               .replay_experts = true};
-  return arm;
-}
-
-}  // namespace arms
 }  // namespace lockstep

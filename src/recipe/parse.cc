@@ -62,6 +62,11 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
 }  // namespace
 
 std::vector<Entry> parse(std::string_view text, const std::string& file) {
+  constexpr std::size_t kMost = 64 << 10;  // also bounds how deep dotted keys can nest
+  if (text.size() > kMost) {
+    throw Error(
+        cat({file, ": ", text.size(), " bytes are no recipe; at most ", kMost, " are read"}));
+  }
   try {
     std::vector<Entry> entries;
     collect(toml::parse(text, file), "", file, entries);

@@ -85,12 +85,10 @@ class Put {
     *target = *value;
   }
   template <typename T>
-    requires std::is_integral_v<T>
-  void operator()(T* target) const {
-    *target = integer<T>("a whole number" + range_of(key_));
-  }
+  requires std::is_integral_v<T>
+  void operator()(T* target) const { *target = integer<T>("a whole number" + range_of(key_)); }
   template <typename T>
-    requires std::is_floating_point_v<T>
+  requires std::is_floating_point_v<T>
   void operator()(T* target) const {
     const std::string wanted = "a number" + range_of(key_);
     double value = 0;
@@ -161,8 +159,8 @@ class Put {
 
  private:
   [[noreturn]] void refuse(const std::string& wanted) const {
-    throw Error(cat({entry_.where, ": ", key_.name, " is ", to_text(entry_.value), "; it takes ",
-                     wanted}));
+    throw Error(
+        cat({entry_.where, ": ", key_.name, " is ", to_text(entry_.value), "; it takes ", wanted}));
   }
   bool in_range(double value) const {
     return (key_.above ? value > key_.least : value >= key_.least) && value <= key_.most;
@@ -222,20 +220,20 @@ std::map<std::string, std::string> lines_of(std::string_view text, const std::st
 
 }  // namespace
 
-void apply(std::span<const Entry> entries, std::span<const Key> keys) {
+void assign(std::span<const Entry> entries, std::span<const Key> keys) {
   for (const Entry& entry : entries) {
-    const auto key = std::find_if(keys.begin(), keys.end(),
-                                  [&](const Key& k) { return k.name == entry.name; });
+    const auto key =
+        std::find_if(keys.begin(), keys.end(), [&](const Key& k) { return k.name == entry.name; });
     if (key == keys.end()) {
+      // The right name in the wrong section, or a wrong name.
+      const std::string last = "." + entry.name.substr(entry.name.rfind('.') + 1);
       std::vector<std::string> names;
-      for (const Key& known : keys) names.push_back(known.name);
-      std::string near = nearest(entry.name, names);
-      if (near.empty()) {  // the right name in the wrong section
-        const std::string last = "." + entry.name.substr(entry.name.rfind('.') + 1);
-        for (const std::string& name : names) {
-          if (name.ends_with(last)) near = name;
-        }
+      std::string near;
+      for (const Key& known : keys) {
+        names.push_back(known.name);
+        if (known.name.ends_with(last)) near = known.name;
       }
+      if (near.empty()) near = nearest(entry.name, names);
       throw Error(cat({entry.where, ": unknown key ", entry.name,
                        near.empty() ? "; recipes/demo.toml shows the keys that there are"
                                     : ": did you mean " + near + "?"}));

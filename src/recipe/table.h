@@ -63,7 +63,7 @@ std::vector<Entry> parse(std::string_view text, const std::string& file);
 Entry parse_assignment(std::string_view text);
 
 /// Puts each entry where its key says. Throws Error that names key, value and remedy.
-void apply(std::span<const Entry> entries, std::span<const Key> keys);
+void assign(std::span<const Entry> entries, std::span<const Key> keys);
 
 /// The keys with their present values as TOML, each under its line of doc.
 std::string write(std::span<const Key> keys);

@@ -31,7 +31,7 @@ struct Span {
   SpanId id;
   std::int32_t first = 0;  // the position of its first token
   std::int32_t count = 0;
-  WeightVersion version;
+  WeightVersion version{};
   std::uint64_t prefix_hash = 0;  // of tokens 0..first-1, on which the records depend
 };
 

@@ -1,6 +1,7 @@
 #include "kernels/exact/dequantize.h"
 
 #include <algorithm>
+#include <array>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -21,11 +22,6 @@ class Rows {
   }
 
  private:
-  float scale(std::uint8_t byte, float global) const {
-    if (args_.rule.is_mx()) return to_float(static_cast<E8m0>(byte));
-    return to_float(static_cast<E4m3>(byte)) * global;
-  }
-
   float global(std::int64_t row) const {
     const auto& view = args_.codes.global;
     if (view.empty()) return power_of_two(args_.exponent);
@@ -44,18 +40,30 @@ class Rows {
             cat({"dequantize: the scale byte of row ", row, ", block ", j, " is ", int{scales[j]},
                  ", must be at most ", int{most}, "; the data is damaged"}));
       }
-      const float value = scale(scales[j], whole);
-      const std::int64_t end = (j + 1) * args_.rule.block;
-      for (std::int64_t i = j * args_.rule.block; i < end; ++i) {
-        const auto code = static_cast<E2m1>(codes[i / 2] >> (i % 2 * 4) & 15);
-        put(row, i, to_float(code) * value);
+      // The sixteen values there are in the block, so that an element is a lookup.
+      const float factor = decode_factor(args_.rule, scales[j], whole);
+      std::array<float, 16> values{};
+      for (std::uint8_t code = 0; code < 16; ++code) {
+        values[code] = to_float(static_cast<E2m1>(code)) * factor;
+      }
+      const std::int64_t first = j * args_.rule.block;
+      if (!args_.bf16.empty()) {
+        std::array<Bf16, 16> rounded{};
+        for (std::size_t code = 0; code < 16; ++code) rounded[code] = to_bf16(values[code]);
+        unpack(codes + first / 2, rounded, args_.bf16.data + row * args_.bf16.stride[0] + first);
+      }
+      if (!args_.f32.empty()) {
+        unpack(codes + first / 2, values, args_.f32.data + row * args_.f32.stride[0] + first);
       }
     }
   }
 
-  void put(std::int64_t row, std::int64_t col, float value) const {
-    if (!args_.bf16.empty()) args_.bf16.data[row * args_.bf16.stride[0] + col] = to_bf16(value);
-    if (!args_.f32.empty()) args_.f32.data[row * args_.f32.stride[0] + col] = value;
+  template <typename T>
+  void unpack(const std::uint8_t* codes, const std::array<T, 16>& values, T* out) const {
+    for (std::int32_t i = 0; i < args_.rule.block / 2; ++i) {
+      out[2 * i] = values[codes[i] & 15];
+      out[2 * i + 1] = values[codes[i] >> 4];
+    }
   }
 
   const DequantizeArgs& args_;

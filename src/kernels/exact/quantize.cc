@@ -1,8 +1,10 @@
 #include "kernels/exact/quantize.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "base/error.h"
@@ -10,7 +12,6 @@
 #include "base/text.h"
 #include "kernels/exact/quantize_rows.h"
 #include "kernels/exact/record_row.h"
-#include "numerics/exponent.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -31,9 +32,13 @@ void require_shape(const TensorView<T, 2>& view, const char* name, std::int64_t 
           {"quantize: ", name, " has stride ", view.stride[1], " along a row, must be 1"});
 }
 
+std::array<std::int64_t, 2> shape_of(const QuantizeArgs& args) {
+  return args.x_f32.empty() ? args.x.shape : args.x_f32.shape;
+}
+
 std::int64_t slots_of(const QuantizeArgs& args) {
-  if (args.layout.encoding == Encoding::kNone || args.x.shape[1] == 0) return 1;
-  return args.layout.width / args.x.shape[1];
+  const std::int64_t cols = shape_of(args)[1];
+  return args.layout.encoding == Encoding::kNone || cols == 0 ? 1 : args.layout.width / cols;
 }
 
 void check_records(const QuantizeArgs& args, std::int64_t rows, std::int64_t cols) {
@@ -58,7 +63,7 @@ void check_records(const QuantizeArgs& args, std::int64_t rows, std::int64_t col
 }
 
 void check(const QuantizeArgs& args) {
-  const auto [rows, cols] = args.x.shape;
+  const auto [rows, cols] = shape_of(args);
   const Quantizer& rule = args.rule;
   require(rule.element == Element::kE2m1,
           {"quantize: rule.element is not e2m1; only FP4 has codes here"});
@@ -69,119 +74,137 @@ void check(const QuantizeArgs& args) {
                                    rule.block, ", the block"});
   require(rule.four_over_six == FourOverSix::kOff,
           {"quantize: rule.four_over_six is on, which this build does not know"});
-  require(args.x.device.kind == Device::Kind::kCpu,
+  require(args.x.empty() || args.x_f32.empty(), {"quantize: x and x_f32 are both given"});
+  require(args.x.device.kind == Device::Kind::kCpu && args.x_f32.device.kind == Device::Kind::kCpu,
           {"quantize: x is on a CUDA device, this build quantizes on the CPU"});
-  require_shape(args.x, "x", rows, cols);
+  if (args.x_f32.empty()) {
+    require_shape(args.x, "x", rows, cols);
+  } else {
+    require_shape(args.x_f32, "x_f32", rows, cols);
+    require(args.layout.encoding != Encoding::kBf16,
+            {"quantize: BF16 records need BF16 values, and x_f32 was given"});
+  }
   require_shape(args.out.codes, "out.codes", rows, cols / 2);
   require_shape(args.out.scales, "out.scales", rows, cols / rule.block);
   if (args.layout.encoding != Encoding::kNone) check_records(args, rows, cols);
 }
 
-/// The n of a row or matrix with this amax.
-RowGlobal global_of(std::uint16_t amax_bits, const QuantizeArgs& args) {
-  const float amax = to_float(static_cast<Bf16>(amax_bits));
-  if (args.rule.is_mx()) return {};
-  if (args.rule.global == GlobalScale::kStatic) return {args.exponent, args.static_amax};
-  return {global_exponent(amax), amax};
-}
-
+template <typename T>
 class Rows {
  public:
-  explicit Rows(const QuantizeArgs& args) : args_(args), slots_(slots_of(args)) {
+  Rows(const QuantizeArgs& args, const TensorView<const T, 2>& x)
+      : args_(args), x_(x), cols_(x.shape[1]), slots_(slots_of(args)) {
+    if constexpr (std::is_same_v<T, Bf16>) simd_ = simd_for(args.rule);
     if (args.rule.global == GlobalScale::kPerTensor) whole_ = tensor_global();
   }
 
-  void run() {
-    const std::int64_t rows = args_.x.shape[0];
-    const std::int64_t cols = args_.x.shape[1];
-    const std::int64_t grain = kGrainElements / std::max<std::int64_t>(cols * slots_, 1);
-    parallel_for(rows / slots_, grain, [&](std::int64_t first, std::int64_t end) {
-      QuantizeCounts counts{};
-      for (std::int64_t group = first; group < end; ++group) record(group, counts);
-      add(counts);
-    });
-    if (args_.rule.global == GlobalScale::kPerTensor && !args_.out.global.empty()) {
-      for (std::int64_t i = 0; i < args_.out.global.shape[0]; ++i) put_global(i, whole_);
+  void run() const {
+    parallel_for(x_.shape[0] / slots_, grain(cols_ * slots_),
+                 [&](std::int64_t first, std::int64_t end) {
+                   QuantizeCounts counts{};
+                   for (std::int64_t group = first; group < end; ++group) record(group, counts);
+                   add(counts);
+                 });
+    if (args_.rule.global == GlobalScale::kPerTensor) {
+      const std::int64_t rows = args_.out.global.shape[0];
+      for (std::int64_t i = 0; i < rows && !args_.out.global.empty(); ++i) put_global(i, whole_);
     }
   }
 
  private:
-  const Bf16* x(std::int64_t row) const { return args_.x.data + row * args_.x.stride[0]; }
+  const T* x(std::int64_t row) const { return x_.data + row * x_.stride[0]; }
 
-  static std::uint16_t amax_of(const Bf16* x, std::int64_t cols) {
-    std::uint16_t amax = 0;
-    return row_amax_simd(x, cols, amax) ? amax : row_amax(x, cols);
+  /// Inf where the row is not finite. Leaves the blocks' amaxes behind for the SIMD encoder.
+  float amax_of(std::int64_t row) const {
+    if constexpr (std::is_same_v<T, Bf16>) {
+      if (simd_ != Simd::kNone) {
+        amaxes_.resize(static_cast<std::size_t>(cols_ / args_.rule.block));
+        const std::uint16_t bits =
+            block_amaxes(simd_, x(row), cols_, args_.rule.block, amaxes_.data());
+        return to_float(static_cast<Bf16>(std::min<std::uint16_t>(bits, 0x7F80u)));
+      }
+    }
+    return row_amax(x(row), cols_);
   }
 
   /// Of the finite rows: one that is not leaves the others as they are.
-  RowGlobal tensor_global() const {
-    std::atomic<std::uint16_t> most = 0;
-    const std::int64_t cols = args_.x.shape[1];
-    parallel_for(args_.x.shape[0], kGrainElements / std::max<std::int64_t>(cols, 1),
-                 [&](std::int64_t first, std::int64_t end) {
-                   std::uint16_t here = 0;
-                   for (std::int64_t row = first; row < end; ++row) {
-                     const std::uint16_t amax = amax_of(x(row), cols);
-                     if (amax < 0x7F80u) here = std::max(here, amax);
-                   }
-                   std::uint16_t seen = most.load();
-                   while (seen < here && !most.compare_exchange_weak(seen, here)) {
-                   }
-                 });
-    return global_of(most.load(), args_);
+  GlobalNumbers tensor_global() const {
+    std::atomic<float> most = 0.0f;
+    parallel_for(x_.shape[0], grain(cols_), [&](std::int64_t first, std::int64_t end) {
+      float here = 0.0f;
+      for (std::int64_t row = first; row < end; ++row) {
+        const float amax = amax_of(row);
+        if (is_finite(amax)) here = std::max(here, amax);
+      }
+      float seen = most.load();
+      while (seen < here && !most.compare_exchange_weak(seen, here)) {
+      }
+    });
+    return global_of_amax(args_.rule, most.load());
+  }
+
+  GlobalNumbers global_of(float amax) const {
+    switch (args_.rule.global) {
+      case GlobalScale::kPerTensor: return whole_;
+      case GlobalScale::kStatic:
+        if (args_.rule.global_is_power_of_two) return global_of_exponent(args_.exponent);
+        return global_of_amax(args_.rule, args_.static_amax);
+      default: return global_of_amax(args_.rule, amax);
+    }
   }
 
   /// The rows of one record, by one thread: their residues share bytes.
-  void record(std::int64_t group, QuantizeCounts& counts) {
+  void record(std::int64_t group, QuantizeCounts& counts) const {
     std::uint8_t* out = nullptr;
     if (args_.layout.encoding != Encoding::kNone) {
       out = args_.records.data + group * args_.records.stride[0];
       std::memset(out, 0, static_cast<std::size_t>(args_.layout.bytes()));
     }
     for (std::int64_t slot = 0; slot < slots_; ++slot) {
-      row(group * slots_ + slot, static_cast<std::int32_t>(slot), out, counts);
+      const EncodeRow<T> row = encode(group * slots_ + slot, counts);
+      if (out != nullptr) keep(row, static_cast<std::int32_t>(slot), out);
     }
   }
 
-  void row(std::int64_t index, std::int32_t slot, std::uint8_t* out, QuantizeCounts& counts) {
-    const std::int64_t cols = args_.x.shape[1];
-    EncodeRow row{.x = x(index),
-                  .cols = cols,
-                  .global = whole_,
-                  .codes = args_.out.codes.data + index * args_.out.codes.stride[0],
-                  .scales = args_.out.scales.data + index * args_.out.scales.stride[0]};
-    const std::uint16_t amax = amax_of(row.x, cols);
-    const bool finite = amax < 0x7F80u;
-    if (args_.rule.global != GlobalScale::kPerTensor) {
-      row.global = global_of(finite ? amax : std::uint16_t{0}, args_);
+  EncodeRow<T> encode(std::int64_t index, QuantizeCounts& counts) const {
+    const float amax = amax_of(index);
+    const bool finite = is_finite(amax);
+    const EncodeRow<T> row{.x = x(index),
+                           .cols = cols_,
+                           .global = global_of(finite ? amax : 0.0f),
+                           .codes = args_.out.codes.data + index * args_.out.codes.stride[0],
+                           .scales = args_.out.scales.data + index * args_.out.scales.stride[0]};
+    if (!finite) {
+      ++counts[kNonfiniteRows];
+      std::memset(row.codes, 0, static_cast<std::size_t>(cols_ / 2));
+      std::memset(row.scales, 0, static_cast<std::size_t>(cols_ / args_.rule.block));
+    } else if (simd_ == Simd::kNone) {
+      encode_row(row, args_.rule, counts);
+    } else if constexpr (std::is_same_v<T, Bf16>) {
+      encode_row(simd_, row, args_.rule, amaxes_.data(), counts);
     }
     if (!args_.nonfinite.empty()) args_.nonfinite.data[index * args_.nonfinite.stride[0]] = !finite;
-    if (finite) {
-      if (!encode_row_simd(row, args_.rule, counts)) encode_row(row, args_.rule, counts);
-    } else {
-      ++counts[kNonfiniteRows];
-      std::memset(row.codes, 0, static_cast<std::size_t>(cols / 2));
-      std::memset(row.scales, 0, static_cast<std::size_t>(cols / args_.rule.block));
-    }
     if (args_.rule.global != GlobalScale::kPerTensor && !args_.out.global.empty()) {
       put_global(index, row.global);
     }
-    if (out != nullptr) keep(row, slot, out);
+    return row;
   }
 
-  void keep(const EncodeRow& row, std::int32_t slot, std::uint8_t* out) const {
+  void keep(const EncodeRow<T>& row, std::int32_t slot, std::uint8_t* out) const {
     if (args_.layout.encoding == Encoding::kBf16) {
-      const auto bytes = static_cast<std::size_t>(row.cols) * sizeof(Bf16);
-      std::memcpy(out + static_cast<std::size_t>(slot) * bytes, row.x, bytes);
+      std::uint8_t* to = out + static_cast<std::int64_t>(slot) * cols_ * 2;
+      if constexpr (std::is_same_v<T, Bf16>) {
+        std::memcpy(to, row.x, static_cast<std::size_t>(cols_) * sizeof(Bf16));
+      }
       return;
     }
-    write_record({row.codes, row.scales, static_cast<std::int32_t>(row.cols),
+    write_record({row.codes, row.scales, static_cast<std::int32_t>(cols_),
                   static_cast<std::int8_t>(row.global.exponent)},
                  slot, args_.layout, out);
   }
 
-  void put_global(std::int64_t index, const RowGlobal& global) const {
-    args_.out.global.data[index * args_.out.global.stride[0]] = power_of_two(global.exponent);
+  void put_global(std::int64_t index, const GlobalNumbers& global) const {
+    args_.out.global.data[index * args_.out.global.stride[0]] = stored_global(args_.rule, global);
   }
 
   void add(const QuantizeCounts& counts) const {
@@ -192,16 +215,31 @@ class Rows {
     }
   }
 
+  static std::int64_t grain(std::int64_t elements) {
+    return kGrainElements / std::max<std::int64_t>(elements, 1);
+  }
+
   const QuantizeArgs& args_;
+  const TensorView<const T, 2>& x_;
+  std::int64_t cols_;
   std::int64_t slots_;
-  RowGlobal whole_{};
+  Simd simd_ = Simd::kNone;
+  GlobalNumbers whole_{};
+  static thread_local std::vector<std::uint16_t> amaxes_;
 };
+
+template <typename T>
+thread_local std::vector<std::uint16_t> Rows<T>::amaxes_;
 
 }  // namespace
 
 void quantize(const QuantizeArgs& args, Stream) {
   check(args);
-  Rows(args).run();
+  if (args.x_f32.empty()) {
+    Rows<Bf16>(args, args.x).run();
+  } else {
+    Rows<float>(args, args.x_f32).run();
+  }
 }
 
 void quantize_weight(TensorView<const float, 2> master, const Quantizer& rule,

@@ -1,61 +1,65 @@
 #include <algorithm>
 
 #include "kernels/exact/quantize_rows.h"
-#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
 
-float block_amax(const Bf16* x, std::int32_t block) {
-  std::uint16_t bits = 0;
-  for (std::int32_t i = 0; i < block; ++i) {
-    bits = std::max(bits, static_cast<std::uint16_t>(bits_of(x[i]) & 0x7FFFu));
+constexpr float value_of(Bf16 x) { return to_float(x); }
+constexpr float value_of(float x) { return x; }
+
+/// Magnitudes are ordered as their bits are; NaN lies above Inf.
+template <typename T>
+float amax_of(const T* x, std::int64_t count) {
+  std::uint32_t bits = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    bits = std::max(bits, float_bits(value_of(x[i])) & 0x7FFFFFFFu);
   }
-  return to_float(static_cast<Bf16>(bits));
+  return float_of(std::min(bits, 0x7F800000u));
 }
 
-/// The scale byte of a block and its value times the global scale.
-struct BlockScale {
-  std::uint8_t byte = 0;
-  float value = 0.0f;
-};
-
-BlockScale scale_of(float amax, const Quantizer& rule, std::int32_t n, QuantizeCounts& counts) {
+void count(float amax, std::uint8_t byte, const Quantizer& rule, const GlobalNumbers& global,
+           QuantizeCounts& counts) {
   ++counts[kBlocks];
-  if (rule.is_mx()) {
-    const E8m0 e = mx_scale(amax, mx_rule(rule.scale_rule));
-    counts[kZeroBlocks] += amax == 0.0f;
-    return {bits_of(e), to_float(e)};
+  if (amax == 0.0f) {
+    ++counts[kZeroBlocks];
+  } else if (byte == 0 && !rule.is_mx()) {
+    ++counts[kUnderflowBlocks];
   }
-  const E4m3 s8 = block_scale(amax, n);
-  if (bits_of(s8) == 0) ++counts[amax == 0.0f ? kZeroBlocks : kUnderflowBlocks];
-  if (rule.global == GlobalScale::kStatic && is_saturated(amax, n)) ++counts[kSaturatedBlocks];
-  return {bits_of(s8), scale_value(s8, n)};
+  if (rule.global == GlobalScale::kStatic && rule.global_is_power_of_two &&
+      is_saturated(amax, global.exponent)) {
+    ++counts[kSaturatedBlocks];
+  }
 }
 
 }  // namespace
 
-std::uint16_t row_amax(const Bf16* x, std::int64_t cols) {
-  std::uint16_t bits = 0;
-  for (std::int64_t i = 0; i < cols; ++i) {
-    bits = std::max(bits, static_cast<std::uint16_t>(bits_of(x[i]) & 0x7FFFu));
-  }
-  return bits;
+template <typename T>
+float row_amax(const T* x, std::int64_t cols) {
+  return amax_of(x, cols);
 }
 
-void encode_row(const EncodeRow& row, const Quantizer& rule, QuantizeCounts& counts) {
+template <typename T>
+void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts) {
   const std::int32_t block = rule.block;
   for (std::int64_t first = 0; first < row.cols; first += block) {
-    const Bf16* x = row.x + first;
-    const float amax = block_amax(x, block);
-    const BlockScale scale = scale_of(amax, rule, row.global.exponent, counts);
-    row.scales[first / block] = scale.byte;
+    const T* x = row.x + first;
+    const float amax = amax_of(x, block);
+    const std::uint8_t byte = scale_byte(rule, amax, row.global);
+    const BlockCoder coder = block_coder(rule, byte, row.global);
+    row.scales[first / block] = byte;
     for (std::int32_t i = 0; i < block; i += 2) {
-      const E2m1 low = to_e2m1_scaled(to_float(x[i]), scale.value, rule.tie);
-      const E2m1 high = to_e2m1_scaled(to_float(x[i + 1]), scale.value, rule.tie);
+      const E2m1 low = code_of(value_of(x[i]), coder);
+      const E2m1 high = code_of(value_of(x[i + 1]), coder);
       row.codes[(first + i) / 2] = static_cast<std::uint8_t>(bits_of(low) | bits_of(high) << 4);
     }
+    count(amax, byte, rule, row.global, counts);
   }
 }
+
+template float row_amax(const Bf16*, std::int64_t);
+template float row_amax(const float*, std::int64_t);
+template void encode_row(const EncodeRow<Bf16>&, const Quantizer&, QuantizeCounts&);
+template void encode_row(const EncodeRow<float>&, const Quantizer&, QuantizeCounts&);
 
 }  // namespace lockstep::kernels

@@ -5,34 +5,39 @@
 #include <cstdint>
 
 #include "kernels/exact/quantize.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 
 using QuantizeCounts = std::array<std::int64_t, kNumQuantizeCounts>;
 
-/// The global scale that a row is quantized under.
-struct RowGlobal {
-  std::int32_t exponent = 0;  // where it is a power of two
-  float amax = 0.0f;          // where it is not
-};
-
+template <typename T>
 struct EncodeRow {
-  const Bf16* x = nullptr;  // [cols], finite
+  const T* x = nullptr;  // [cols], finite
   std::int64_t cols = 0;
-  RowGlobal global;
+  GlobalNumbers global;
   std::uint8_t* codes = nullptr;   // [cols / 2]
   std::uint8_t* scales = nullptr;  // [cols / block]
 };
 
-/// The largest magnitude's BF16 bits; 0x7F80 or more where the row holds Inf or NaN.
-std::uint16_t row_amax(const Bf16* x, std::int64_t cols);
+/// The largest magnitude; Inf where the row holds Inf or NaN.
+template <typename T>
+float row_amax(const T* x, std::int64_t cols);
 
 /// Codes and scales of a finite row. The definition.
-void encode_row(const EncodeRow& row, const Quantizer& rule, QuantizeCounts& counts);
+template <typename T>
+void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts);
 
-/// The same bytes and counts by AVX-512 or AVX2, whatever this machine has. `lockstep` only; false
-/// where the machine or the rule is another, and nothing was done.
-bool encode_row_simd(const EncodeRow& row, const Quantizer& rule, QuantizeCounts& counts);
-bool row_amax_simd(const Bf16* x, std::int64_t cols, std::uint16_t& amax);
+/// The same bytes and counts by AVX-512 or AVX2, for BF16 rows under the rules of `lockstep` and of
+/// MXFP4. Asked once a call, for the machine and the rule.
+enum class Simd : std::uint8_t { kNone, kAvx2, kAvx512 };
+Simd simd_for(const Quantizer& rule);
+
+/// Writes the BF16 bits of every block's amax; returns the row's, 0x7F80 or more where the row
+/// holds Inf or NaN.
+std::uint16_t block_amaxes(Simd simd, const Bf16* x, std::int64_t cols, std::int32_t block,
+                           std::uint16_t* amaxes);
+void encode_row(Simd simd, const EncodeRow<Bf16>& row, const Quantizer& rule,
+                const std::uint16_t* amaxes, QuantizeCounts& counts);
 
 }  // namespace lockstep::kernels

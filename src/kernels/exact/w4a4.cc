@@ -1,0 +1,325 @@
+#include "kernels/exact/w4a4.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "base/text.h"
+#include "kernels/exact/w4a4_tile.h"
+#include "numerics/e2m1.h"
+#include "numerics/e4m3.h"
+#include "numerics/exponent.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int32_t kBlock = 16;
+constexpr std::int32_t kMaxCols = 1 << 17;    // 5 * 2304 * 229,376^2 * (2^17 / 16) < 2^63
+constexpr std::int64_t kUnitRows = 32;        // unpacked once for all outputs of a unit
+constexpr std::int64_t kGrainMacs = 1 << 19;  // below this a thread is not worth waking
+constexpr std::int64_t kExponentAt = 0;       // of the header, int32 in the host's order
+
+[[noreturn]] void fail(std::initializer_list<Piece> message) { throw Error(cat(message)); }
+
+/// For what is checked once a call; in loops the message would be built each time.
+void require(bool holds, std::initializer_list<Piece> message) {
+  if (!holds) fail(message);
+}
+
+bool is_power_of_two(float x) {
+  const std::int32_t n = exponent_of(x);
+  return n >= kMinExponent - 2 && n <= kMaxExponent && x == power_of_two(n);
+}
+
+void check_packed(const char* op, const char* name, const PackedView<const std::uint8_t>& packed) {
+  const std::int64_t rows = packed.codes.shape[0];
+  const std::int64_t cols = packed.codes.shape[1] * 2;
+  require(cols % kBlock == 0 && cols <= kMaxCols,
+          {op, ": ", name, " has ", cols, " columns, must be a multiple of ", kBlock, ", at most ",
+           kMaxCols});
+  require(packed.scales.shape[0] == rows && packed.scales.shape[1] * kBlock == cols,
+          {op, ": the scales of ", name, " are [", packed.scales.shape[0], ", ",
+           packed.scales.shape[1], "], must be [", rows, ", ", cols / kBlock, "]"});
+  require(packed.codes.stride[1] == 1 && packed.scales.stride[1] == 1,
+          {op, ": codes and scales of ", name, " must be contiguous along a row"});
+  require(packed.global.shape[0] == rows || packed.global.stride[0] == 0,
+          {op, ": ", name, " has ", packed.global.shape[0], " global scales, must be ", rows,
+           ", or one of stride 0"});
+}
+
+float global_of(const PackedView<const std::uint8_t>& packed, std::int64_t row) {
+  return packed.global.data[row * packed.global.stride[0]];
+}
+
+// ---- Weights ----
+
+void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
+                const PackedView<const std::uint8_t>& rows) {
+  check_packed("w4a4_fill", "rows", rows);
+  const std::int64_t count = rows.codes.shape[0];
+  require(rows.codes.shape[1] * 2 == weights.cols,
+          {"w4a4_fill: rows have ", rows.codes.shape[1] * 2, " columns, the weights have ",
+           weights.cols});
+  require(
+      expert >= 0 && expert < weights.experts && first_row >= 0 && first_row + count <= weights.out,
+      {"w4a4_fill: expert ", expert, ", rows ", first_row, " to ", first_row + count,
+       " do not lie in ", weights.experts, " experts of ", weights.out, " rows"});
+  for (std::int64_t r = 0; r < count; ++r) {
+    if (!(is_power_of_two(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0)))
+      fail({"w4a4_fill: the global scale of row ", r,
+            " is not the power of two that the first row has: quantize the matrix under a contract "
+            "with one power-of-two scale a matrix"});
+    const std::uint8_t* s8 = rows.scales.data + r * rows.scales.stride[0];
+    for (std::int64_t b = 0; b < rows.scales.shape[1]; ++b) {
+      if (!(s8[b] <= kE4m3Max))
+        fail({"w4a4_fill: the scale byte of row ", r, ", block ", b, " is ",
+              static_cast<int>(s8[b]), ", must be at most 126"});
+    }
+  }
+}
+
+/// Puts a row of codes into lane `lane` of its tile.
+void fill_row(std::uint8_t* tile, std::int32_t lane, std::int32_t blocks, const std::uint8_t* codes,
+              const std::uint8_t* scales) {
+  std::uint8_t* tile_scales = tile + std::int64_t{blocks} * 128;
+  for (std::int32_t b = 0; b < blocks; ++b) {
+    for (std::int32_t k = 0; k < kBlock; ++k) {
+      const std::uint8_t pair = codes[(b * kBlock + k) / 2];
+      const auto code = static_cast<std::uint8_t>(k % 2 == 0 ? pair & 15 : pair >> 4);
+      std::uint8_t& into = tile[std::int64_t{b} * 128 + k / 8 * 64 + lane * 4 + k % 4];
+      into =
+          static_cast<std::uint8_t>(k % 8 < 4 ? (into & 0xF0) | code : (into & 0x0F) | code << 4);
+    }
+    tile_scales[b * kTileOut + lane] = scales[b];
+  }
+}
+
+std::int32_t weight_exponent(const W4a4Weights& weights, std::int32_t expert) {
+  std::int32_t n;
+  std::memcpy(&n, weights.expert(expert) + kExponentAt, sizeof n);
+  return n;
+}
+
+}  // namespace
+
+void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
+               const PackedView<const std::uint8_t>& rows) {
+  check_fill(weights, expert, first_row, rows);
+  const std::int64_t count = rows.codes.shape[0];
+  if (count == 0) return;
+  std::byte* base = weights.expert(expert);
+  const std::int32_t n = exponent_of(global_of(rows, 0));
+  std::memcpy(base + kExponentAt, &n, sizeof n);
+  auto* tiles = reinterpret_cast<std::uint8_t*>(base + W4a4Weights::kHeaderBytes);
+  for (std::int64_t r = 0; r < count; ++r) {
+    const std::int64_t row = first_row + r;
+    fill_row(tiles + row / kTileOut * W4a4Weights::tile_bytes(weights.cols),
+             static_cast<std::int32_t>(row % kTileOut), weights.cols / kBlock,
+             rows.codes.data + r * rows.codes.stride[0],
+             rows.scales.data + r * rows.scales.stride[0]);
+  }
+}
+
+// ---- The product ----
+
+namespace {
+
+/// Some items of one expert, times some of its tiles.
+struct Unit {
+  std::int32_t expert = 0;
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  std::int32_t tile = 0;
+  std::int32_t tile_end = 0;
+};
+
+bool has_residual(const W4a4Args& args) { return !args.residual.codes.empty(); }
+
+std::int64_t items_of(const W4a4Args& args) {
+  if (!args.from.empty()) return args.from.shape[0];
+  if (!args.to.empty()) return args.to.shape[0];
+  return args.a.codes.shape[0];
+}
+
+void check_index(const TensorView<const std::int32_t, 1>& index, const char* name,
+                 std::int64_t items, std::int64_t rows) {
+  if (index.empty()) {
+    if (!(items <= rows)) fail({"w4a4: ", items, " items, but only ", rows, " rows to be ", name});
+    return;
+  }
+  require(index.shape[0] == items && (index.stride[0] == 1 || items <= 1),
+          {"w4a4: ", name, " has ", index.shape[0], " entries, must be contiguous and ", items});
+  for (std::int64_t i = 0; i < items; ++i) {
+    if (!(index.data[i] >= 0 && index.data[i] < rows))
+      fail({"w4a4: ", name, "[", i, "] is ", index.data[i], ", must be in [0, ", rows, ")"});
+  }
+}
+
+void check_groups(const W4a4Args& args, std::int64_t items) {
+  if (args.offsets.empty()) return;
+  const auto& offsets = args.offsets;
+  require(offsets.shape[0] == args.w.experts + 1 && offsets.stride[0] == 1,
+          {"w4a4: offsets has ", offsets.shape[0], " entries, must be contiguous and ",
+           args.w.experts + 1, ", the experts and one"});
+  require(offsets.data[0] == 0 && offsets.data[args.w.experts] == items,
+          {"w4a4: offsets run from ", offsets.data[0], " to ", offsets.data[args.w.experts],
+           ", must run from 0 to the ", items, " items"});
+  for (std::int32_t e = 0; e < args.w.experts; ++e) {
+    if (!(offsets.data[e] <= offsets.data[e + 1]))
+      fail({"w4a4: offsets of expert ", e, " decrease from ", offsets.data[e], " to ",
+            offsets.data[e + 1]});
+  }
+}
+
+void check(const W4a4Args& args, std::int64_t items) {
+  require(args.a.codes.device.kind == Device::Kind::kCpu, {"w4a4: a must be on the CPU"});
+  check_packed("w4a4", "a", args.a);
+  require(args.a.codes.shape[1] * 2 == args.w.cols,
+          {"w4a4: a has ", args.a.codes.shape[1] * 2, " columns, the weights have ", args.w.cols});
+  require(args.w.experts > 0 && args.w.out > 0 && args.w.data != nullptr,
+          {"w4a4: the weights are empty"});
+  if (has_residual(args)) {
+    check_packed("w4a4", "residual", args.residual);
+    if (!(args.residual.codes.shape == args.a.codes.shape))
+      fail({"w4a4: residual has ", args.residual.codes.shape[0], " rows of ",
+            args.residual.codes.shape[1] * 2, ", must have the shape of a"});
+  }
+  for (std::int64_t r = 0; r < args.a.codes.shape[0]; ++r) {
+    if (!(is_power_of_two(global_of(args.a, r))))
+      fail({"w4a4: the global scale of row ", r, " of a is not a power of two"});
+  }
+  require(args.out.shape[1] == args.w.out && (args.out.stride[1] == 1 || args.w.out == 1),
+          {"w4a4: out has ", args.out.shape[1], " columns, must be contiguous and ", args.w.out});
+  check_index(args.from, "from", items, args.a.codes.shape[0]);
+  check_index(args.to, "to", items, args.out.shape[0]);
+  check_groups(args, items);
+}
+
+/// Cuts the work so that threads have units enough, whatever the experts' loads.
+std::vector<Unit> units_of(const W4a4Args& args, std::int64_t items) {
+  const std::int32_t tiles = (args.w.out + kTileOut - 1) / kTileOut;
+  // A unit of few items and many outputs is cut along its outputs.
+  const std::int64_t macs = std::min(items, kUnitRows) * args.w.cols * kTileOut;
+  const auto step = static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(8 * kGrainMacs / std::max<std::int64_t>(macs, 1), 1, tiles));
+  std::vector<Unit> units;
+  const auto add = [&](std::int32_t expert, std::int64_t first, std::int64_t end) {
+    for (; first < end; first += kUnitRows) {
+      const std::int64_t count = std::min(kUnitRows, end - first);
+      for (std::int32_t t = 0; t < tiles; t += step) {
+        units.push_back({expert, first, count, t, std::min(t + step, tiles)});
+      }
+    }
+  };
+  if (args.offsets.empty()) {
+    add(0, 0, items);
+  } else {
+    for (std::int32_t e = 0; e < args.w.experts; ++e) {
+      add(e, args.offsets.data[e], args.offsets.data[e + 1]);
+    }
+  }
+  return units;
+}
+
+/// The activations of a unit's items, unpacked.
+struct Unpacked {
+  std::vector<std::int8_t> a;   // [count * parts, cols]
+  std::vector<BlockInfo> info;  // [count * parts, blocks]
+  std::vector<std::int32_t> shift;
+  std::vector<float*> out;
+};
+
+void unpack_row(const PackedView<const std::uint8_t>& packed, std::int64_t row, std::int32_t factor,
+                std::int8_t* a, BlockInfo* info) {
+  const std::int64_t blocks = packed.scales.shape[1];
+  const std::uint8_t* codes = packed.codes.data + row * packed.codes.stride[0];
+  const std::uint8_t* scales = packed.scales.data + row * packed.scales.stride[0];
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    std::int32_t sum = 0;
+    for (std::int64_t i = 0; i < kBlock / 2; ++i) {
+      const std::uint32_t pair = codes[b * (kBlock / 2) + i];
+      const std::int32_t low = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair & 15)));
+      const std::int32_t high = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair >> 4)));
+      a[b * kBlock + 2 * i] = static_cast<std::int8_t>(low);
+      a[b * kBlock + 2 * i + 1] = static_cast<std::int8_t>(high);
+      sum += low + high;
+    }
+    info[b] = {-12 * sum, factor * e4m3_units(static_cast<E4m3>(scales[b]))};
+  }
+}
+
+void unpack(const W4a4Args& args, const Unit& unit, Unpacked& into) {
+  const std::int32_t parts = has_residual(args) ? 2 : 1;
+  const std::int64_t cols = args.w.cols;
+  const std::int64_t blocks = cols / kBlock;
+  const auto rows = static_cast<std::size_t>(unit.count * parts);
+  into.a.resize(rows * static_cast<std::size_t>(cols));
+  into.info.resize(rows * static_cast<std::size_t>(blocks));
+  into.shift.resize(static_cast<std::size_t>(unit.count));
+  into.out.resize(static_cast<std::size_t>(unit.count));
+  const std::int32_t n_w = weight_exponent(args.w, unit.expert);
+  for (std::int64_t i = 0; i < unit.count; ++i) {
+    const std::int64_t item = unit.first + i;
+    const std::int64_t from = args.from.empty() ? item : args.from.data[item];
+    const std::int64_t to = args.to.empty() ? item : args.to.data[item];
+    const std::int64_t part = i * parts;
+    unpack_row(args.a, from, parts == 2 ? 4 : 1, into.a.data() + part * cols,
+               into.info.data() + part * blocks);
+    if (parts == 2) {
+      unpack_row(args.residual, from, -1, into.a.data() + (part + 1) * cols,
+                 into.info.data() + (part + 1) * blocks);
+    }
+    const auto at = static_cast<std::size_t>(i);
+    into.shift[at] = exponent_of(global_of(args.a, from)) + n_w - (parts == 2 ? 22 : 20);
+    into.out[at] = args.out.data + to * args.out.stride[0];
+  }
+}
+
+void run_unit(const W4a4Args& args, const Unit& unit, TileKernel kernel) {
+  thread_local Unpacked x;
+  unpack(args, unit, x);
+  const std::int32_t parts = has_residual(args) ? 2 : 1;
+  const std::int64_t blocks = args.w.cols / kBlock;
+  const auto* tiles =
+      reinterpret_cast<const std::uint8_t*>(args.w.expert(unit.expert) + W4a4Weights::kHeaderBytes);
+  std::vector<float*> out(static_cast<std::size_t>(unit.count));
+  for (std::int32_t t = unit.tile; t < unit.tile_end; ++t) {
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = x.out[i] + std::int64_t{t} * kTileOut;
+    for (std::int64_t r = 0; r < unit.count; r += kMaxTileRows) {
+      Tile tile;
+      tile.weights = tiles + t * W4a4Weights::tile_bytes(args.w.cols);
+      tile.blocks = static_cast<std::int32_t>(blocks);
+      tile.rows = static_cast<std::int32_t>(std::min<std::int64_t>(kMaxTileRows, unit.count - r));
+      tile.a = x.a.data() + r * parts * args.w.cols;
+      tile.info = x.info.data() + r * parts * blocks;
+      tile.shift = x.shift.data() + r;
+      tile.out = out.data() + r;
+      tile.width = std::min(kTileOut, args.w.out - t * kTileOut);
+      kernel(tile, parts);
+    }
+  }
+}
+
+}  // namespace
+
+void w4a4_on(const W4a4Args& args, Isa isa) {
+  const std::int64_t items = items_of(args);
+  check(args, items);
+  if (items == 0) return;
+  const std::vector<Unit> units = units_of(args, items);
+  const TileKernel kernel = w4a4_tile(isa);
+  const std::int64_t macs = items * args.w.cols * args.w.out;
+  const auto count = static_cast<std::int64_t>(units.size());
+  const std::int64_t grain = std::clamp<std::int64_t>(kGrainMacs * count / macs, 1, count);
+  parallel_for(count, grain, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t u = first; u < end; ++u) {
+      run_unit(args, units[static_cast<std::size_t>(u)], kernel);
+    }
+  });
+}
+
+void w4a4(const W4a4Args& args, Stream) { w4a4_on(args, best_isa()); }
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,73 @@
+/// The rollout's expert product, exact: FP4 codes times FP4 codes in int64, one rounding at the
+/// end. Any tiling, batch, thread or rank split gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "device/view.h"
+#include "kernels/exact/isa.h"
+
+namespace lockstep::kernels {
+
+/// NVFP4 matrices in the order the product reads: `experts` of [out, cols], one after another.
+/// A view; whoever owns the bytes keeps their address over refits.
+///
+/// An expert is a header of 64 bytes, then a tile for every 16 outputs, padded with zeros: for each
+/// block of 16 columns 128 bytes of codes, then 16 scale bytes a block. docs/formats/w4a4.md.
+struct W4a4Weights {
+  std::byte* data = nullptr;  // 64-byte aligned, experts * expert_bytes(out, cols)
+  std::int32_t experts = 0;
+  std::int32_t out = 0;
+  std::int32_t cols = 0;
+
+  static constexpr std::int64_t kHeaderBytes = 64;
+  static constexpr std::int64_t tile_bytes(std::int32_t cols) {
+    return (std::int64_t{cols} / 16 * 144 + 63) / 64 * 64;
+  }
+  static constexpr std::int64_t expert_bytes(std::int32_t out, std::int32_t cols) {
+    return kHeaderBytes + (std::int64_t{out} + 15) / 16 * tile_bytes(cols);
+  }
+  constexpr std::byte* expert(std::int32_t index) const {
+    return data + index * expert_bytes(out, cols);
+  }
+};
+
+/// Writes rows [first_row, first_row + rows.codes.shape[0]) of one expert; gate and up go to one
+/// matrix of 2F rows by two calls, which must agree on the exponent. Bytes that the call does not
+/// name stay as they are, so zero the memory once before the first fill. Not for use beside a
+/// product that reads the same expert.
+///
+/// Throws Error if cols is not a multiple of 16, a scale byte is above 0x7E, or the global scale is
+/// not one power of two for all rows: nothing is written then.
+void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
+               const PackedView<const std::uint8_t>& rows);
+
+struct W4a4Args {
+  // Codes [rows, cols / 2], scales [rows, cols / 16], global 2^n [rows]; from quantize().
+  PackedView<const std::uint8_t> a;
+  // Residual compensation: codes of Q(a) - a under 2^(n - 2), of a's shape; from residual(). Its
+  // `global` is not read. Empty: none.
+  PackedView<const std::uint8_t> residual{};
+  W4a4Weights w;
+  // Items: item i is row from[i] of `a` times the expert whose range [offsets[e], offsets[e + 1])
+  // holds i, and goes to row to[i] of `out`. Empty offsets: all items belong to expert 0. Empty
+  // from or to: i itself.
+  TensorView<const std::int32_t, 1> offsets{};  // [experts + 1]
+  TensorView<const std::int32_t, 1> from{};     // [items]
+  TensorView<const std::int32_t, 1> to{};       // [items], each row of `out` at most once
+  TensorView<float, 2> out;                     // [>= items, w.out]; rows no item names stay
+};
+
+/// out[to[i]] = a[from[i]] . w[expert of i]:
+///   ldexpf(RNE_f32(acc), n_a + n_w - 20), or with a residual
+///   ldexpf(RNE_f32(4 * acc_a - acc_residual), n_a + n_w - 22).
+/// It rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives +0.
+///
+/// On a CPU; every backend returns the same bytes. Throws Error naming the argument.
+void w4a4(const W4a4Args& args, Stream stream = {});
+
+/// The same by named instructions, for tests and benchmarks.
+void w4a4_on(const W4a4Args& args, Isa isa);
+
+}  // namespace lockstep::kernels

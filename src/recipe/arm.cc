@@ -1,0 +1,171 @@
+#include "recipe/arm.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+// Each arm is another one and what it changes. All of them record and replay the routes.
+
+ArmSpec naive() { return {.name = "naive"}; }
+
+ArmSpec bf16() {
+  ArmSpec arm = naive();
+  arm.name = "bf16";
+  arm.contract = "bf16";
+  return arm;
+}
+
+ArmSpec w4a16() {
+  ArmSpec arm = naive();
+  arm.name = "w4a16";
+  arm.qat = {.weights = true};
+  return arm;
+}
+
+ArmSpec w4a4() {
+  ArmSpec arm = naive();
+  arm.name = "w4a4";
+  arm.qat = {.weights = true, .activations = true, .k = true, .v = true};
+  return arm;
+}
+
+ArmSpec quads() {
+  ArmSpec arm = w4a16();
+  arm.name = "quads";
+  arm.residual = rollout::Residual::kChannels;
+  return arm;
+}
+
+ArmSpec trace() {
+  ArmSpec arm = w4a4();
+  arm.name = "trace";
+  arm.mode = Guidance::kLsb;
+  arm.sites = {Site::kW13In, Site::kK, Site::kV};
+  arm.layers = "latter_half";
+  return arm;
+}
+
+ArmSpec trace_mod4() {
+  ArmSpec arm = trace();
+  arm.name = "trace_mod4";
+  arm.mode = Guidance::kLsbScaleMod4;
+  arm.layers = "latter_two_thirds";
+  return arm;
+}
+
+ArmSpec trace_full() {
+  ArmSpec arm = trace();
+  arm.name = "trace_full";
+  arm.mode = Guidance::kFullGuided;
+  arm.layers = "all";
+  return arm;
+}
+
+std::vector<ArmSpec> all_arms() {
+  return {bf16(), naive(), w4a16(), w4a4(), quads(), trace(), trace_mod4(), trace_full()};
+}
+
+std::int32_t layer_number(std::string_view text, std::string_view spelling,
+                          std::int32_t num_layers) {
+  std::int32_t layer = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), layer);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw Error(cat({"layers '", spelling,
+                     "' name no set; write all, none, first_half, "
+                     "latter_half, middle_half, latter_two_thirds, odd, even, or 0,2,5-7"}));
+  }
+  if (layer < 0 || layer >= num_layers) {
+    throw Error(cat(
+        {"layers '", spelling, "' name layer ", layer, "; the model has 0 to ", num_layers - 1}));
+  }
+  return layer;
+}
+
+Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
+  if (spec.contract == "bf16") return contracts::bf16();
+  Contract contract = contracts::lockstep(model.num_layers);
+  contract.layers = layer_set(spec.contract_layers, model.num_layers);
+  if (!spec.contract_weights) contract.weight = Quantizer{};
+  if (!spec.contract_activations) contract.activation = Quantizer{};
+  if (!spec.contract_kv) contract.k = contract.v = Quantizer{};
+  if (spec.contract_kv) contract.kv_exponents = spec.kv_exponents;
+  return contract;
+}
+
+}  // namespace
+
+const std::vector<std::string>& arm_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list;
+    for (const ArmSpec& arm : all_arms()) list.push_back(arm.name);
+    return list;
+  }();
+  return names;
+}
+
+ArmSpec arm_spec(std::string_view name) {
+  for (ArmSpec& arm : all_arms()) {
+    if (arm.name == name) return arm;
+  }
+  std::string known;
+  for (const std::string& one : arm_names()) known += (known.empty() ? "" : ", ") + one;
+  throw Error(cat({"there is no arm '", name, "'; the arms are ", known}));
+}
+
+Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& rollout,
+         const rl::Options& rl) {
+  Arm arm = {.name = spec.name,
+             .contract = contract_of(spec, model),
+             .qat = spec.qat,
+             .guide = {.mode = spec.mode,
+                       .sites = spec.sites,
+                       .layers = layer_set(spec.layers, model.num_layers),
+                       .replay_experts = spec.replay_experts,
+                       .audit_every = spec.audit_every,
+                       .max_version_diff = spec.max_version_diff},
+             .rollout = rollout,
+             .rl = rl};
+  arm.rollout.residual = spec.residual;
+  arm.rollout.residual_scope = spec.residual_scope;
+  arm.rollout.residual_permille = spec.residual_permille;
+  return arm;
+}
+
+LayerSet layer_set(std::string_view spelling, std::int32_t num_layers) {
+  const std::int32_t n = num_layers;
+  if (spelling == "all") return LayerSet::range(0, n);
+  if (spelling == "none") return {};
+  if (spelling == "first_half") return LayerSet::range(0, n / 2);
+  if (spelling == "latter_half") return LayerSet::range(n / 2, n);
+  if (spelling == "middle_half") return LayerSet::range(n / 4, n / 4 + n / 2);
+  if (spelling == "latter_two_thirds") return LayerSet::range((n + 1) / 3, n);
+  LayerSet set;
+  const auto add = [&](std::int32_t first, std::int32_t end) {
+    const LayerSet more = LayerSet::range(first, end);
+    for (std::size_t i = 0; i < set.bits.size(); ++i) set.bits[i] |= more.bits[i];
+  };
+  if (spelling == "odd" || spelling == "even") {
+    for (std::int32_t layer = spelling == "odd" ? 1 : 0; layer < n; layer += 2) {
+      add(layer, layer + 1);
+    }
+    return set;
+  }
+  for (std::string_view rest = spelling;;) {
+    const std::size_t comma = std::min(rest.find(','), rest.size());
+    const std::string_view item = rest.substr(0, comma);
+    const std::size_t dash = std::min(item.find('-'), item.size());
+    const std::int32_t first = layer_number(item.substr(0, dash), spelling, n);
+    const std::int32_t last =
+        dash == item.size() ? first : layer_number(item.substr(dash + 1), spelling, n);
+    add(first, last + 1);
+    if (comma == rest.size()) return set;
+    rest.remove_prefix(comma + 1);
+  }
+}
+
+}  // namespace lockstep

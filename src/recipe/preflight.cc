@@ -1,0 +1,250 @@
+#include "recipe/preflight.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "model/names.h"
+#include "record/agreement.h"
+
+namespace lockstep::recipe {
+namespace {
+
+/// Bytes of a row of `width` elements under a rule.
+std::int64_t row_bytes(const Quantizer& rule, std::int64_t width) {
+  if (rule.element == Element::kBf16) return 2 * width;
+  return width * (rule.element == Element::kE2m1 ? 4 : 8) / 8 + width / rule.block;
+}
+
+bool quantizes(const Quantizer& rule) { return rule.element != Element::kBf16; }
+
+void check_block(const Quantizer& rule, std::int32_t size, const char* tensor, const char* key) {
+  if (!quantizes(rule) || size % rule.block == 0) return;
+  throw Error(
+      cat({"contract.preset cannot quantize ", tensor, ": its rows are ", size,
+           " long, no multiple of the block of ", rule.block, "; set contract.", key, " = false"}));
+}
+
+void check_shapes(const Arm& arm, const ModelConfig& model) {
+  if (model.num_layers > 128) {
+    throw Error(cat({"the model has ", model.num_layers, " layers; at most 128 are supported"}));
+  }
+  const Contract& c = arm.contract;
+  check_block(c.weight, model.hidden, "experts.gate_up_proj", "weights");
+  check_block(c.weight, model.expert_width, "experts.down_proj", "weights");
+  check_block(c.activation, model.hidden, "w13_in", "activations");
+  check_block(c.activation, model.expert_width, "w2_in", "activations");
+  check_block(c.k, model.head_dim, "K", "kv");
+  check_block(c.v, model.head_dim, "V", "kv");
+}
+
+/// The trainer imitates no more than the rollout does, and follows no record of what is not there.
+void check_qat(const Arm& arm) {
+  const struct {
+    const char* key;
+    bool imitated;
+    const Quantizer& rule;
+  } rows[] = {{"weights", arm.qat.weights, arm.contract.weight},
+              {"activations", arm.qat.activations, arm.contract.activation},
+              {"k", arm.qat.k, arm.contract.k},
+              {"v", arm.qat.v, arm.contract.v}};
+  for (const auto& row : rows) {
+    if (row.imitated && !quantizes(row.rule)) {
+      throw Error(cat({"qat.", row.key, " is true, and the contract leaves that in BF16; set qat.",
+                       row.key, " = false, or let the contract quantize it"}));
+    }
+  }
+  const struct {
+    const char* name;
+    Site site;
+    bool imitated;
+    const char* key;
+    const Quantizer& rule;
+  } sites[] = {
+      {"w13_in", Site::kW13In, arm.qat.activations, "activations", arm.contract.activation},
+      {"w2_in", Site::kW2In, arm.qat.activations, "activations", arm.contract.activation},
+      {"k", Site::kK, arm.qat.k, "k", arm.contract.k},
+      {"v", Site::kV, arm.qat.v, "v", arm.contract.v}};
+  bool any = false;
+  for (const auto& row : sites) {
+    if (!arm.guide.sites.has(row.site)) continue;
+    any = true;
+    if (!row.imitated) {
+      throw Error(cat({"guide.sites has ", row.name,
+                       ", which the trainer does not quantize; set "
+                       "qat.",
+                       row.key, " = true, or leave it out"}));
+    }
+    if (arm.guide.mode == Guidance::kLsbScaleMod4 &&
+        (row.rule.is_mx() || !row.rule.global_is_power_of_two)) {
+      throw Error(
+          cat({"guide.mode is lsb_scale_mod4, which needs NVFP4 with power-of-two global "
+               "scales at ",
+               row.name, "; use lsb, or contract.preset = \"lockstep\""}));
+    }
+  }
+  if (any && arm.guide.mode == Guidance::kOwnScale) {
+    throw Error(
+        "guide.sites is not empty and guide.mode is own_scale, which follows no record; "
+        "choose a mode, or set guide.sites = []");
+  }
+  if (!any && arm.guide.mode != Guidance::kOwnScale) {
+    throw Error(
+        "guide.mode follows records and guide.sites is empty; name sites, or set guide.mode "
+        "= \"own_scale\"");
+  }
+  if (any && arm.guide.layers == LayerSet{}) {
+    throw Error(
+        "guide.sites is not empty and guide.layers names no layer; choose some, or set "
+        "guide.mode = \"own_scale\" and guide.sites = []");
+  }
+  for (std::size_t i = 0; any && i < arm.guide.layers.bits.size(); ++i) {
+    if ((arm.guide.layers.bits[i] & ~arm.contract.layers.bits[i]) != 0) {
+      throw Error(
+          "guide.layers has layers that contract.layers leaves in BF16; guide only what is "
+          "quantized");
+    }
+  }
+  if (arm.guide.sites.has(Site::kW2In) && !arm.guide.replay_experts) {
+    throw Error(
+        "guide.sites has w2_in, whose records are per expert, and guide.replay_experts is "
+        "false; set it to true");
+  }
+}
+
+void check_rl(const Recipe& r) {
+  if (r.rl.bypass && r.rl.correction != rl::Correction::kNone) {
+    throw Error(
+        "rl.bypass is true and rl.correction is not none: the drift would be counted twice; "
+        "set rl.correction = \"none\", or rl.bypass = false");
+  }
+  if (r.rl.bypass && r.schedule.updates_per_step > 1) {
+    throw Error(cat({"rl.bypass is true and schedule.updates is ", r.schedule.updates_per_step,
+                     "; the rollout's policy is the old one for a single update: set "
+                     "schedule.updates = 1, or rl.bypass = false"}));
+  }
+  if (r.schedule.updates_per_step > r.schedule.prompts_per_step) {
+    throw Error(cat({"schedule.updates is ", r.schedule.updates_per_step, " with ",
+                     r.schedule.prompts_per_step,
+                     " prompts a step; an update takes whole prompts: "
+                     "lower schedule.updates"}));
+  }
+  if (r.schedule.samples_per_prompt < 2) {
+    throw Error("schedule.samples is 1; an advantage needs a group: take 2 or more");
+  }
+  if (r.rl.clip_low >= 1) throw Error("rl.clip_low is 1; take less, 0.2 is usual");
+}
+
+void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
+  const Sampling& sampling = r.schedule.sampling;
+  if (sampling.max_new_tokens >= model.max_positions) {
+    throw Error(cat({"rollout.max_new_tokens is ", sampling.max_new_tokens,
+                     ", and the model reads at most ", model.max_positions,
+                     " tokens with the prompt; lower it"}));
+  }
+  const Budget b = budget(r, arm, model);
+  const std::int64_t longest = std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;
+  if (b.cache_per_token * longest > r.rollout.cache_bytes) {
+    throw Error(cat({"rollout.cache is ", bytes_text(r.rollout.cache_bytes),
+                     ", too small for one sequence of ", sampling.max_new_tokens,
+                     " new tokens, which takes ", bytes_text(b.cache_per_token * longest),
+                     "; raise rollout.cache"}));
+  }
+  if (b.record_per_token * sampling.max_new_tokens > r.store.ram_bytes) {
+    throw Error(
+        cat({"store.ram is ", bytes_text(r.store.ram_bytes),
+             ", too small for one sequence's records of ",
+             bytes_text(b.record_per_token * sampling.max_new_tokens), "; raise store.ram"}));
+  }
+}
+
+}  // namespace
+
+void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
+  check_shapes(arm, model);
+  check_qat(arm);
+  check_rl(recipe);
+  check_rollout(recipe, arm, model);
+  const auto expected = static_cast<std::size_t>(2 * model.num_layers);
+  const std::vector<std::int8_t>& exponents = recipe.arm.kv_exponents;
+  if (!exponents.empty() && exponents.size() != expected) {
+    throw Error(cat({"contract.kv_exponents has ", exponents.size(), " numbers; the model takes ",
+                     expected, ", K before V of each layer, or none: calibrated at the start"}));
+  }
+}
+
+Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
+  Budget b;
+  for (const WeightId& id : weight_ids(model)) {
+    const auto [out, in] = weight_shape(model, id.role);
+    b.parameters += out * in;
+    const bool packed = of_expert(id.role) && arm.contract.layers.has(id.layer);
+    b.rollout_weights += packed ? out * row_bytes(arm.contract.weight, in) : out * in * 2;
+  }
+  b.cache = recipe.rollout.cache_bytes;
+  b.trainer = 16 * b.parameters;
+  b.swap = recipe.rollout.swap_bytes;
+  b.records = recipe.store.ram_bytes;
+  const std::int64_t kept = recipe.schedule.keep_checkpoints;
+  const std::int64_t written = std::max<std::int64_t>(
+      1, (recipe.schedule.steps + recipe.schedule.save_every - 1) / recipe.schedule.save_every);
+  b.checkpoints = (kept > 0 ? std::min(kept + 1, written) : written) * 14 * b.parameters;
+  b.records_disk = recipe.store_on_disk ? recipe.store.disk_bytes : 0;
+  for (std::int32_t layer = 0; layer < model.num_layers; ++layer) {
+    const bool packed = arm.contract.layers.has(Layer{layer});
+    b.cache_per_token += row_bytes(packed ? arm.contract.k : Quantizer{}, model.kv_width()) +
+                         row_bytes(packed ? arm.contract.v : Quantizer{}, model.kv_width());
+  }
+  b.record_per_token =
+      Agreement{.model = model, .contract = arm.contract, .guide = arm.guide}.bytes_per_token();
+  b.record_per_token_full = full_code_bytes(model);
+  return b;
+}
+
+std::int64_t full_code_bytes(const ModelConfig& model) {
+  Contract contract = contracts::lockstep(model.num_layers);
+  const Guide guide = {.mode = Guidance::kFullGuided,
+                       .sites = {Site::kW13In, Site::kK, Site::kV},
+                       .layers = LayerSet::range(0, model.num_layers)};
+  return Agreement{.model = model, .contract = contract, .guide = guide}.bytes_per_token();
+}
+
+std::string bytes_text(std::int64_t bytes) {
+  const char* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  std::int64_t tenths = bytes * 10;
+  while (tenths >= 10240 && unit < 4) {
+    tenths = (tenths + 512) / 1024;
+    ++unit;
+  }
+  return tenths % 10 == 0 ? cat({tenths / 10, " ", units[unit]})
+                          : cat({tenths / 10, ".", tenths % 10, " ", units[unit]});
+}
+
+std::string to_string(const Budget& b) {
+  return cat({"device: rollout weights ",
+              bytes_text(b.rollout_weights),
+              ", KV cache ",
+              bytes_text(b.cache),
+              " (",
+              bytes_text(b.cache_per_token),
+              " a token), trainer ",
+              bytes_text(b.trainer),
+              " of ",
+              b.parameters,
+              " parameters\n",
+              "host:   swapped pages up to ",
+              bytes_text(b.swap),
+              ", records up to ",
+              bytes_text(b.records),
+              " (",
+              bytes_text(b.record_per_token),
+              " a token)\n",
+              "disk:   checkpoints ",
+              bytes_text(b.checkpoints),
+              ", records up to ",
+              bytes_text(b.records_disk),
+              "\n"});
+}
+
+}  // namespace lockstep::recipe

@@ -1,0 +1,40 @@
+/// Before anything long starts: what contradicts itself is refused, what it takes is counted.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "recipe/recipe.h"
+
+namespace lockstep::recipe {
+
+/// Throws Error for the first contradiction: key, value, remedy.
+void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
+
+struct Budget {
+  std::int64_t parameters = 0;
+  std::int64_t rollout_weights = 0;  // device
+  std::int64_t cache = 0;            // device
+  std::int64_t trainer = 0;          // device: masters, gradients, moments
+  std::int64_t swap = 0;             // host
+  std::int64_t records = 0;          // host
+  std::int64_t checkpoints = 0;      // disk
+  std::int64_t records_disk = 0;     // disk, at most
+  std::int64_t cache_per_token = 0;
+  std::int64_t record_per_token = 0;
+  std::int64_t record_per_token_full = 0;  // full codes at w13_in, k and v of every layer
+};
+
+Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
+
+/// Three lines: device, host, disk.
+std::string to_string(const Budget& budget);
+
+/// "13.8 KiB".
+std::string bytes_text(std::int64_t bytes);
+
+/// Bytes that one token's full codes at w13_in, k and v take, over all layers: what compact records
+/// are compared with. Routes left out.
+std::int64_t full_code_bytes(const ModelConfig& model);
+
+}  // namespace lockstep::recipe

@@ -1,0 +1,287 @@
+#include "recipe/recipe.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace lockstep::recipe {
+namespace {
+
+constexpr double kMostInt = 2147483647, kMostLong = 9007199254740992.0;
+
+std::vector<Key> task_keys(TaskSpec& task) {
+  return {
+      {"task.name", &task.name, "arith: sums with worked steps, made up as needed; or jsonl"},
+      {"task.difficulty", &task.difficulty, "arith: how many operations and digits", 1, 9},
+      {"task.file", &task.file, "jsonl: rows with prompt, data_source, reward_model.ground_truth"},
+      {"task.eval_file", &task.eval_file, "jsonl: the rows for evaluation; empty: the last ones"},
+  };
+}
+
+std::vector<Key> trainer_keys(train::Options& o) {
+  return {
+      {"trainer.bf16", &o.bf16, "compute in BF16; masters and optimizer are FP32 either way"},
+      {"trainer.lr", &o.lr, "learning rate of AdamW", 0, 1},
+      {"trainer.warmup_updates", &o.warmup_updates, "updates until lr is reached", 0, kMostInt},
+      {"trainer.decay", choice(o.decay, {"constant", "linear", "cosine"}), "of lr after warm-up"},
+      {"trainer.decay_updates", &o.decay_updates, "updates until lr * min_lr_fraction", 0,
+       kMostInt},
+      {"trainer.min_lr_fraction", &o.min_lr_fraction, "what is left of lr at the end", 0, 1},
+      {"trainer.beta1", &o.beta1, "of AdamW", 0, 0.9999},
+      {"trainer.beta2", &o.beta2, "of AdamW", 0, 0.999999},
+      {"trainer.eps", &o.eps, "of AdamW", 0, 1, true},
+      {"trainer.weight_decay", &o.weight_decay, "of AdamW", 0, 1},
+      {"trainer.max_grad_norm", &o.max_grad_norm, "gradients are scaled down to this norm", 0, 1e9,
+       true},
+      {"trainer.tokens_per_pass", &o.tokens_per_pass,
+       "whole trajectories are packed up to this many", 1, kMostInt},
+      {"trainer.recompute", &o.recompute, "activations again in backward: less memory, more time"},
+  };
+}
+
+std::vector<Key> arm_keys(ArmSpec& a) {
+  return {
+      {"contract.preset", &a.contract, "the rollout's numbers: lockstep (NVFP4), or bf16"},
+      {"contract.layers", &a.contract_layers, "layers that are quantized; the others stay BF16"},
+      {"contract.weights", &a.contract_weights, "are the routed experts' weights quantized?"},
+      {"contract.activations", &a.contract_activations, "are the routed experts' inputs?"},
+      {"contract.kv", &a.contract_kv, "is the KV cache?"},
+      {"contract.kv_exponents", &a.kv_exponents,
+       "K before V, layer by layer, of the cache's global scales 2^n; empty: calibrated at the "
+       "start",
+       -116, 116},
+      {"qat.weights", &a.qat.weights, "does the trainer imitate the contract's weights?"},
+      {"qat.activations", &a.qat.activations, "... its activations?"},
+      {"qat.k", &a.qat.k, "... its K?"},
+      {"qat.v", &a.qat.v, "... its V?"},
+      {"guide.mode",
+       choice(a.mode, {"own_scale", "rollout_scale", "lsb_scale_mod4", "lsb", "full_guided",
+                       "full_forced"}),
+       "how the trainer follows records; own_scale follows none"},
+      {"guide.sites", Flags{&a.sites.bits, {"w13_in", "w2_in", "k", "v"}},
+       "where it does: w13_in, w2_in, k, v"},
+      {"guide.layers", &a.layers,
+       "all, none, first_half, latter_half, middle_half, latter_two_thirds, odd, even, or 0,2,5-7"},
+      {"guide.replay_experts", &a.replay_experts, "the trainer routes as the rollout did"},
+      {"guide.audit_every", &a.audit_every, "one token in so many is recorded in full; 0: none", 0,
+       1000000},
+      {"guide.max_version_diff", &a.max_version_diff,
+       "records of weights older than so many updates are not followed", 0, 1000},
+      {"residual.kind", choice(a.residual, {"none", "channels", "two_of_four", "blocks", "dense"}),
+       "the rollout's second FP4 pass over what the first lost (QUADS: channels)"},
+      {"residual.scope", choice(a.residual_scope, {"per_token", "batch", "static"}),
+       "whose residuals choose the channels; batch is the paper's, and not batch-invariant"},
+      {"residual.permille", &a.residual_permille, "of the 16-wide channel groups", 0, 1000},
+  };
+}
+
+std::vector<Key> rollout_keys(rollout::Options& o, Sampling& s) {
+  return {
+      {"rollout.temperature", &s.temperature, "log-probs on both sides are after it", 0, 100, true},
+      {"rollout.max_new_tokens", &s.max_new_tokens, "a response ends there at the latest", 1,
+       kMostInt},
+      {"rollout.cache", Bytes{&o.cache_bytes}, "KV pages on the device", 1, kMostLong},
+      {"rollout.swap", Bytes{&o.swap_bytes}, "KV pages of preempted sequences, in host memory", 0,
+       kMostLong},
+      {"rollout.page_tokens", &o.page_tokens, "tokens of a KV page", 1, 4096},
+      {"rollout.tokens_per_pass", &o.tokens_per_pass,
+       "prefill chunks and decode steps share a pass of this many", 1, 1 << 20},
+      {"rollout.max_sequences", &o.max_sequences, "that decode side by side", 1, 1 << 16},
+      {"drift.noise", &o.drift.noise,
+       "declared noise of this relative size on the rollout's block outputs, for studies", 0, 1},
+      {"drift.split_k", &o.drift.split_k, "declared: the rollout adds products in two halves"},
+  };
+}
+
+std::vector<Key> rl_keys(rl::Options& o) {
+  return {
+      {"rl.clip_low", &o.clip_low, "the ratio is clipped at 1 - this", 0, 1, true},
+      {"rl.clip_high", &o.clip_high, "... and at 1 + this", 0, 100, true},
+      {"rl.correction", choice(o.correction, {"none", "tis"}),
+       "what weighs tokens by pi_old / pi_rollout"},
+      {"rl.correction_cap", &o.correction_cap, "above which that weight is cut off", 0, 1e6, true},
+      {"rl.bypass", &o.bypass, "the rollout's log-probs stand for the old policy's"},
+      {"rl.aggregation",
+       choice(o.aggregation, {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum"}),
+       "of token losses, over the whole step"},
+      {"rl.sum_length", &o.sum_length, "what seq_mean_token_sum divides by", 0, 1e9, true},
+      {"rl.masked_leave_denominator", &o.masked_leave_denominator,
+       "masked tokens leave the denominator too"},
+      {"rl.kl_weight", &o.kl_weight, "of the KL to the first policy; 0: no reference model", 0,
+       1000},
+  };
+}
+
+void append(std::vector<Key>& keys, std::vector<Key> more) {
+  std::move(more.begin(), more.end(), std::back_inserter(keys));
+}
+
+std::string file_text(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  if (!in || std::filesystem::is_directory(file)) {
+    throw Error(
+        cat({"cannot read the recipe ", file.string(), "; recipes/ in the checkout has examples"}));
+  }
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+std::vector<Entry> entries_of(std::string_view text, const std::string& name,
+                              std::span<const std::string> assignments) {
+  std::vector<Entry> entries = parse(text, name);
+  for (const std::string& assignment : assignments) {
+    Entry entry = parse_assignment(assignment);
+    std::erase_if(entries, [&](const Entry& e) { return e.name == entry.name; });
+    entries.push_back(std::move(entry));
+  }
+  return entries;
+}
+
+void check_task(const TaskSpec& task) {
+  if (task.name != "arith" && task.name != "jsonl") {
+    throw Error(cat({"task.name is '", task.name, "'; the tasks are arith and jsonl"}));
+  }
+  if (task.name == "jsonl" && task.file.empty()) {
+    throw Error("task.name is jsonl and task.file is empty; name the file of its rows");
+  }
+}
+
+}  // namespace
+
+std::vector<Key> keys(Recipe& r) {
+  std::vector<Key> keys = {
+      {"arm", &r.arm.name, "the method; it sets contract, qat, guide and residual, keys override"},
+      {"model", &r.model, "the first policy: a Hugging Face directory"},
+      {"seed", &r.schedule.seed, "of prompts, samples, noise and audit tokens", 0, kMostLong},
+  };
+  append(keys, task_keys(r.task));
+  append(keys,
+         {{"schedule.steps", &r.schedule.steps, "of rollout, training and sync", 1, kMostInt},
+          {"schedule.prompts", &r.schedule.prompts_per_step, "a step", 1, 1 << 20},
+          {"schedule.samples", &r.schedule.samples_per_prompt, "of each prompt", 1, 16382},
+          {"schedule.updates", &r.schedule.updates_per_step, "of the weights, a step", 1, 1 << 16},
+          {"schedule.save_every", &r.schedule.save_every, "steps a checkpoint is written", 1,
+           kMostInt},
+          {"schedule.keep", &r.schedule.keep_checkpoints, "the newest checkpoints; 0: all", 0,
+           kMostInt},
+          {"schedule.rescore_every", &r.schedule.rescore_every,
+           "steps some samples are read again with the new weights; 0: never", 0, kMostInt},
+          {"schedule.rescore_groups", &r.schedule.rescore_groups, "prompts whose samples these are",
+           1, 1 << 20}});
+  append(keys, arm_keys(r.arm));
+  keys.push_back({"guide.min_coverage", &r.schedule.min_coverage,
+                  "the run stops where a smaller part of guided rows is there", 0, 1});
+  append(keys, rollout_keys(r.rollout, r.schedule.sampling));
+  append(keys, trainer_keys(r.trainer));
+  append(keys, rl_keys(r.rl));
+  append(keys,
+         {{"store.ram", Bytes{&r.store.ram_bytes}, "for records", 1, kMostLong},
+          {"store.disk", Bytes{&r.store.disk_bytes}, "for what does not fit there", 0, kMostLong},
+          {"store.on_disk", &r.store_on_disk, "may records go to the run directory?"},
+          {"eval.every", &r.evaluation.every, "steps; 0: at the end", 0, kMostInt},
+          {"eval.prompts", &r.evaluation.prompts, "0: no evaluation", 0, 1 << 20},
+          {"eval.temperature", &r.evaluation.temperature, "of evaluation", 0, 100, true},
+          {"eval.top_p", &r.evaluation.top_p, "of evaluation", 0, 1, true},
+          {"eval.top_k", &r.evaluation.top_k, "of evaluation; 0: all", 0, kMostInt}});
+  // A section's keys stand together: guide.min_coverage belongs to another struct.
+  std::stable_sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
+    const auto rank = [](const std::string& name) {
+      static const std::vector<std::string> order = {
+          "",        "task",  "schedule", "contract", "qat",   "guide", "residual",
+          "rollout", "drift", "trainer",  "rl",       "store", "eval"};
+      const std::size_t dot = name.find('.');
+      const std::string section = dot == std::string::npos ? "" : name.substr(0, dot);
+      return std::find(order.begin(), order.end(), section) - order.begin();
+    };
+    return rank(a.name) < rank(b.name);
+  });
+  return keys;
+}
+
+std::vector<Key> keys(SftRecipe& r) {
+  ModelConfig& m = r.shape;
+  std::vector<Key> keys = {
+      {"model", &r.model, "to go on from, a Hugging Face directory; empty: a new one of [shape]"},
+      {"tokenizer", &r.tokenizer, "a folder with a tokenizer.json; empty: the task's characters"},
+      {"seed", &r.seed, "of weights and solutions", 0, kMostLong},
+      {"steps", &r.steps, "updates", 1, kMostInt},
+      {"batch", &r.batch, "worked solutions a step", 1, 1 << 20},
+      {"eval_prompts", &r.eval_prompts, "for the pass rate at the end", 1, 1 << 20},
+      {"max_new_tokens", &r.max_new_tokens, "of their answers", 1, kMostInt},
+      {"shape.num_layers", &m.num_layers, "L", 1, 128},
+      {"shape.hidden", &m.hidden, "D", 16, 1 << 20},
+      {"shape.expert_width", &m.expert_width, "F", 16, 1 << 20},
+      {"shape.num_experts", &m.num_experts, "E", 1, 65535},
+      {"shape.experts_per_token", &m.experts_per_token, "K", 1, 255},
+      {"shape.num_heads", &m.num_heads, "H", 1, 65535},
+      {"shape.num_kv_heads", &m.num_kv_heads, "N", 1, 65535},
+      {"shape.head_dim", &m.head_dim, "C", 2, 65535},
+      {"shape.max_positions", &m.max_positions, "longest sequence", 2, 1 << 24},
+      {"shape.rope_theta", &m.rope_theta, "base of the rotary positions", 1, 1e12},
+      {"shape.tied_embeddings", &m.tied_embeddings, "embedding and head are one matrix"},
+      {"shape.init_std", &r.init_std, "of the first weights", 0, 1, true},
+  };
+  append(keys, task_keys(r.task));
+  append(keys, trainer_keys(r.trainer));
+  return keys;
+}
+
+Recipe parse_recipe(std::string_view text, const std::string& name,
+                    std::span<const std::string> assignments) {
+  const std::vector<Entry> entries = entries_of(text, name, assignments);
+  Recipe recipe;
+  for (const Entry& entry : entries) {
+    if (entry.name != "arm") continue;
+    const auto* arm = std::get_if<std::string>(&entry.value);
+    if (arm == nullptr) throw Error(entry.where + ": arm takes the name of an arm, in quotes");
+    try {
+      recipe.arm = arm_spec(*arm);
+    } catch (const Error& error) {
+      throw Error(entry.where + ": " + error.what());
+    }
+  }
+  assign(entries, keys(recipe));
+  check_task(recipe.task);
+  return recipe;
+}
+
+Recipe read_recipe(const std::filesystem::path& file, std::span<const std::string> assignments) {
+  return parse_recipe(file_text(file), file.string(), assignments);
+}
+
+SftRecipe read_sft_recipe(const std::filesystem::path& file,
+                          std::span<const std::string> assignments) {
+  SftRecipe recipe;
+  recipe.trainer.lr = 1e-3;
+  assign(entries_of(file_text(file), file.string(), assignments), keys(recipe));
+  check_task(recipe.task);
+  return recipe;
+}
+
+std::string resolved(const Recipe& recipe, ContractId contract) {
+  Recipe copy = recipe;
+  constexpr const char* kHex = "0123456789abcdef";
+  std::string id;
+  for (int shift = 60; shift >= 0; shift -= 4) id += kHex[contract.value >> shift & 15];
+  return "# contract " + id + "\n" + write(keys(copy));
+}
+
+std::string resolved(const SftRecipe& recipe) {
+  SftRecipe copy = recipe;
+  return write(keys(copy));
+}
+
+std::filesystem::path find(const std::string& path, const std::string& key) {
+  if (std::filesystem::exists(path)) return path;
+  const char* home = std::getenv("LOCKSTEP_HOME");
+  if (home != nullptr && !path.empty() &&
+      std::filesystem::exists(std::filesystem::path(home) / path)) {
+    return std::filesystem::path(home) / path;
+  }
+  throw Error(cat({key, " is '", path, "', which is not there; give a path that is"}));
+}
+
+}  // namespace lockstep::recipe

@@ -1,0 +1,78 @@
+/// Recipes: a TOML file that fills in the options of every stage. `recipes/` has examples; the
+/// resolved copy in each run directory prints every key with its value and what it means.
+#pragma once
+
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+#include "recipe/arm.h"
+#include "recipe/schedule.h"
+#include "recipe/table.h"
+#include "recipe/task_spec.h"
+#include "store/store.h"
+
+namespace lockstep::recipe {
+
+/// A checkpoint now and then, judged on prompts apart from those of any step.
+struct Evaluation {
+  std::int64_t every = 0;  // steps; 0: only at the end
+  std::int32_t prompts = 64;
+  float temperature = 1.0f;
+  float top_p = 1.0f;
+  std::int32_t top_k = 0;
+};
+
+/// What `lockstep train` does.
+struct Recipe {
+  std::string model = "models/tiny-moe";  // a Hugging Face directory
+  ArmSpec arm = arm_spec("trace");
+  TaskSpec task;
+  Schedule schedule{.sampling = {.max_new_tokens = 128}};
+  rollout::Options rollout;
+  train::Options trainer;
+  rl::Options rl;
+  store::Options store;
+  bool store_on_disk = true;  // below the run directory
+  Evaluation evaluation;
+};
+
+/// What `lockstep sft` does: a model from nothing, or a given one, taught by worked solutions.
+struct SftRecipe {
+  std::string model{};      // to go on from; empty: a new one of `shape`
+  std::string tokenizer{};  // a folder with a tokenizer.json; empty: the task's own characters
+  ModelConfig shape;
+  float init_std = 0.02f;
+  TaskSpec task;
+  train::Options trainer;
+  std::int64_t steps = 1000;
+  std::int32_t batch = 64;  // solutions a step
+  std::uint64_t seed = 0;
+  std::int32_t eval_prompts = 256;
+  std::int32_t max_new_tokens = 128;
+};
+
+/// The keys of a recipe, bound to it. One list for reading, complaints and the resolved copy.
+std::vector<Key> keys(Recipe& recipe);
+std::vector<Key> keys(SftRecipe& recipe);
+
+/// A file and what the command line adds: `arm` first, then every other key over it. Throws Error.
+Recipe read_recipe(const std::filesystem::path& file, std::span<const std::string> assignments);
+SftRecipe read_sft_recipe(const std::filesystem::path& file,
+                          std::span<const std::string> assignments);
+
+/// The same of text; `name` stands for the file in complaints.
+Recipe parse_recipe(std::string_view text, const std::string& name,
+                    std::span<const std::string> assignments = {});
+
+/// Every key, default or not, with the contract's id on the first line.
+std::string resolved(const Recipe& recipe, ContractId contract);
+std::string resolved(const SftRecipe& recipe);
+
+/// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Error with
+/// `key` where neither is there.
+std::filesystem::path find(const std::string& path, const std::string& key);
+
+}  // namespace lockstep::recipe

@@ -1,0 +1,167 @@
+#include "recipe/recipe.h"
+
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+#include "recipe/preflight.h"
+
+namespace lockstep::recipe {
+namespace {
+
+constexpr ModelConfig kModel = {.num_layers = 8,
+                                .hidden = 128,
+                                .expert_width = 64,
+                                .num_experts = 16,
+                                .experts_per_token = 2,
+                                .num_heads = 4,
+                                .num_kv_heads = 2,
+                                .head_dim = 32,
+                                .vocabulary = 64,
+                                .max_positions = 512};
+
+/// What the reader says of a text, "" where it is content.
+std::string complaint(const std::string& text, const std::vector<std::string>& assignments = {}) {
+  try {
+    parse_recipe(text, "r.toml", assignments);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+/// What preflight says of it.
+std::string contradiction(const std::string& text) {
+  const Recipe recipe = parse_recipe(text, "r.toml");
+  try {
+    check(recipe, bind(recipe.arm, kModel, recipe.rollout, recipe.rl), kModel);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+TEST(Recipe, ReadsEveryKindOfValue) {
+  const Recipe r = parse_recipe(R"(
+arm = "trace"
+seed = 7
+model = "m"
+[trainer]
+lr = 3e-4
+decay = "cosine"
+recompute = true
+[guide]
+sites = ["k", "v"]
+layers = "0,2,5-7"
+[contract]
+kv_exponents = [-3, 2]
+[rollout]
+cache = "64 MiB"
+swap = 4096
+temperature = 1
+)",
+                                "r.toml");
+  EXPECT_EQ(r.schedule.seed, 7u);
+  EXPECT_EQ(r.trainer.lr, 3e-4);
+  EXPECT_EQ(r.trainer.decay, train::Decay::kCosine);
+  EXPECT_TRUE(r.trainer.recompute);
+  EXPECT_EQ(r.arm.sites, (SiteSet{Site::kK, Site::kV}));
+  EXPECT_EQ(r.arm.mode, Guidance::kLsb);  // the arm's
+  EXPECT_EQ(r.arm.kv_exponents, (std::vector<std::int8_t>{-3, 2}));
+  EXPECT_EQ(r.rollout.cache_bytes, 64 << 20);
+  EXPECT_EQ(r.rollout.swap_bytes, 4096);
+  EXPECT_EQ(r.schedule.sampling.temperature, 1.0f);
+}
+
+TEST(Recipe, KeysOverrideTheArmWhereverItStands) {
+  EXPECT_EQ(parse_recipe("guide.layers = \"all\"\narm = \"trace\"", "r").arm.layers, "all");
+  const std::vector<std::string> late = {"arm=naive", "trainer.lr=0.5", "model=some/where"};
+  const Recipe r = parse_recipe("arm = \"trace\"", "r", late);
+  EXPECT_EQ(r.arm.mode, Guidance::kOwnScale);
+  EXPECT_EQ(r.trainer.lr, 0.5);
+  EXPECT_EQ(r.model, "some/where");
+}
+
+TEST(Recipe, EachMistakeIsOneLineWithKeyValueAndRemedy) {
+  EXPECT_EQ(complaint("[trainer]\nlr_ = 1"),
+            "r.toml:2: unknown key trainer.lr_: did you mean trainer.lr?");
+  EXPECT_EQ(complaint("[rollout]\nlr = 1"),
+            "r.toml:2: unknown key rollout.lr: did you mean trainer.lr?");
+  EXPECT_EQ(complaint("[trainer]\nlr = \"fast\""),
+            "r.toml:2: trainer.lr is \"fast\"; it takes a number at least 0 and at most 1");
+  EXPECT_EQ(complaint("[rollout]\ntemperature = 0"),
+            "r.toml:2: rollout.temperature is 0; it takes a number above 0 and at most 100");
+  EXPECT_EQ(
+      complaint("[schedule]\nsamples = 2.5"),
+      "r.toml:2: schedule.samples is 2.5; it takes a whole number at least 1 and at most 16382");
+  EXPECT_EQ(complaint("arm = \"trase\"").rfind("r.toml:1: there is no arm 'trase'", 0), 0u);
+  EXPECT_EQ(complaint("[guide]\nmode = \"lbs\"").find("did you mean lsb?") != std::string::npos,
+            true);
+  EXPECT_NE(complaint("[rollout]\ncache = \"1 parsec\""), "");
+  EXPECT_NE(complaint("[rollout"), "");
+  EXPECT_NE(complaint("", {"no assignment"}), "");
+}
+
+TEST(Recipe, TheResolvedCopyReadsBackAsItself) {
+  for (const std::string& name : arm_names()) {
+    const Recipe first = parse_recipe("arm = \"" + name + "\"\n[trainer]\nlr = 3e-4", "r");
+    const std::string text = resolved(first, ContractId{0x123});
+    EXPECT_EQ(text.rfind("# contract 0000000000000123\n", 0), 0u);
+    const Recipe second = parse_recipe(text, "copy");
+    EXPECT_EQ(resolved(second, ContractId{0x123}), text);
+    EXPECT_EQ(differences(text, resolved(second, ContractId{})), "");
+  }
+}
+
+TEST(Recipe, DifferencesNameTheKeys) {
+  const std::string a = resolved(parse_recipe("arm = \"naive\"", "r"), {});
+  const std::string b = resolved(parse_recipe("arm = \"naive\"\nseed = 3", "r"), {});
+  EXPECT_EQ(differences(a, b), "seed: 0 / 3\n");
+}
+
+TEST(Arm, LayersBySpelling) {
+  EXPECT_EQ(layer_set("latter_half", 7), LayerSet::range(3, 7));
+  EXPECT_EQ(layer_set("latter_two_thirds", 6), LayerSet::range(2, 6));
+  EXPECT_EQ(layer_set("latter_two_thirds", 8), LayerSet::range(3, 8));
+  EXPECT_EQ(layer_set("0-2,5", 6).bits[0], 0b100111u);
+  EXPECT_EQ(layer_set("odd", 6).bits[0], 0b101010u);
+  EXPECT_THROW(layer_set("6", 6), Error);
+  EXPECT_THROW(layer_set("half", 6), Error);
+  EXPECT_THROW(layer_set("", 6), Error);
+}
+
+TEST(Arm, EveryArmPassesPreflightAndReplaysRoutes) {
+  for (const std::string& name : arm_names()) {
+    EXPECT_EQ(contradiction("arm = \"" + name + "\"\n[rl]\nbypass = false"), "") << name;
+    EXPECT_TRUE(bind(arm_spec(name), kModel).guide.replay_experts);
+  }
+}
+
+TEST(Preflight, ContradictionsAreRefused) {
+  EXPECT_NE(contradiction("[rl]\nbypass = true"), "");  // with the default correction
+  EXPECT_EQ(contradiction("[rl]\nbypass = true\ncorrection = \"none\""), "");
+  EXPECT_NE(contradiction("[rl]\nbypass = true\ncorrection = \"none\"\n[schedule]\nupdates = 2"),
+            "");
+  EXPECT_NE(contradiction("arm = \"naive\"\n[guide]\nsites = [\"k\"]\nmode = \"lsb\""), "");
+  EXPECT_NE(contradiction("arm = \"bf16\"\n[qat]\nweights = true"), "");
+  EXPECT_NE(contradiction("[guide]\nsites = []"), "");
+  EXPECT_NE(contradiction("[guide]\nmode = \"own_scale\""), "");
+  EXPECT_NE(contradiction("[guide]\nlayers = \"none\""), "");
+  EXPECT_NE(contradiction("[contract]\nlayers = \"first_half\""), "");
+  EXPECT_NE(contradiction("[contract]\nkv_exponents = [1]"), "");
+  EXPECT_NE(contradiction("[rollout]\nmax_new_tokens = 512"), "");
+  EXPECT_NE(contradiction("[rollout]\ncache = 1024"), "");
+  EXPECT_NE(contradiction("[store]\nram = 100"), "");
+}
+
+TEST(Preflight, BytesOfTheBudget) {
+  const Recipe r = parse_recipe("arm = \"trace\"", "r");
+  const Budget b = budget(r, bind(r.arm, kModel), kModel);
+  // One bit and s8 / 16: 24 + 1 bytes of w13_in, 12 of K and of V, four layers; routes everywhere.
+  EXPECT_EQ(b.record_per_token, 4 * (25 + 12 + 12) + 8 * 2);
+  EXPECT_EQ(b.record_per_token_full, 8 * (73 + 36 + 36));
+  EXPECT_EQ(b.cache_per_token, 8 * 2 * 36);
+  EXPECT_EQ(bytes_text(13 * 1024 + 820), "13.8 KiB");
+}
+
+}  // namespace
+}  // namespace lockstep::recipe

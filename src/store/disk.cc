@@ -1,0 +1,214 @@
+#include "store/disk.h"
+
+#include <algorithm>
+#include <charconv>
+#include <system_error>
+
+#include "base/text.h"
+
+namespace lockstep::store {
+namespace {
+
+constexpr std::string_view kSuffix = ".segment";
+
+std::string file_name(std::uint64_t number) {
+  std::string digits = std::to_string(number);
+  if (digits.size() < 6) digits.insert(0, 6 - digits.size(), '0');
+  return digits + std::string(kSuffix);
+}
+
+/// The number in a segment's file name, 0 where there is none.
+std::uint64_t number_of(const std::filesystem::path& path) {
+  const std::string stem = path.stem().string();
+  std::uint64_t number = 0;
+  const auto parsed = std::from_chars(stem.data(), stem.data() + stem.size(), number);
+  return parsed.ec == std::errc() && parsed.ptr == stem.data() + stem.size() ? number : 0;
+}
+
+/// More than a span will take: rows and all framing.
+std::int64_t at_most(const Body& body) {
+  constexpr std::int64_t kPerBlock = kFrameBytes + kBlockHeaderBytes + kBlockRefBytes;
+  std::int64_t bytes = kFrameBytes + kDirectoryHeaderBytes;
+  for (const Column& column : body.columns) {
+    if (column.rows() == 0) continue;
+    const std::int64_t blocks = 2 * column.bytes() / kBlockTarget + 2;
+    const auto runs = static_cast<std::int64_t>(column.runs().size());
+    bytes += column.bytes() + blocks * kPerBlock + (runs + blocks) * kRunBytes;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Disk::Disk(const Options& options) : options_(options) {
+  namespace fs = std::filesystem;
+  std::error_code failed;
+  fs::create_directories(options.folder, failed);
+  if (failed) {
+    throw Error(cat({"trace folder ", options.folder.string(), ": ", failed.message()}));
+  }
+  const fs::path lock = options.folder / "LOCK";
+  Result<File> file = fs::exists(lock) ? File::open(lock) : File::create(lock);
+  lock_ = value_or_throw(std::move(file));
+  if (!lock_->lock()) {
+    throw Error(cat({"trace folder ", options.folder.string(),
+                     ": another process uses it; end that one, or give this run another folder"}));
+  }
+  std::vector<fs::path> paths;
+  fs::directory_iterator entries(options.folder, failed);
+  if (failed) throw Error(cat({"trace folder ", options.folder.string(), ": ", failed.message()}));
+  for (const auto& entry : entries) {
+    if (entry.path().extension() != kSuffix) continue;
+    paths.push_back(entry.path());
+    next_number_ = std::max(next_number_, number_of(entry.path()) + 1);
+  }
+  std::sort(paths.begin(), paths.end(), [](const fs::path& a, const fs::path& b) {
+    return std::pair(number_of(a), a) < std::pair(number_of(b), b);
+  });
+  for (const fs::path& path : paths) recover(path);
+}
+
+Disk::~Disk() { end_segment(); }
+
+void Disk::recover(const std::filesystem::path& path) {
+  Result<File> opened = File::open(path);
+  if (!opened) {
+    foreign_.push_back(opened.error().message);
+    return;
+  }
+  auto file = std::make_shared<File>(std::move(*opened));
+  const Result<std::int64_t> size = file->size();
+  if (size && *size == 0) {  // its maker died before the header
+    std::filesystem::remove(path);
+    return;
+  }
+  const Result<SegmentHeader> header = read_header(*file);
+  if (!header) {
+    foreign_.push_back(header.error().message);
+    return;
+  }
+  const bool any_contract = options_.contract == ContractId{};
+  if (header->run != options_.run || (!any_contract && header->contract != options_.contract)) {
+    foreign_.push_back(
+        cat({path.string(), ": of another ", header->run != options_.run ? "run" : "contract"}));
+    return;
+  }
+  const Result<Scan> scan = scan_segment(*file, damage_);
+  if (!scan) {
+    foreign_.push_back(scan.error().message);
+    return;
+  }
+  if (scan->spans.empty()) {
+    std::filesystem::remove(path);
+    return;
+  }
+  auto segment = std::make_shared<Segment>(Segment{.path = path,
+                                                   .header = *header,
+                                                   .file = file,
+                                                   .size = *size,
+                                                   .live = std::ssize(scan->spans)});
+  if (scan->whole < *size && file->truncate(scan->whole)) segment->size = scan->whole;
+  bytes_ += segment->size;
+  ++segments_;
+  for (const StoredSpan& stored : scan->spans) {
+    recovered_.push_back(std::make_shared<const DiskSpan>(DiskSpan{segment, stored}));
+  }
+}
+
+Result<void> Disk::begin_segment(ContractId contract) {
+  const std::filesystem::path path = options_.folder / file_name(next_number_);
+  Result<File> made = File::create(path);
+  if (!made) return tl::unexpected(made.error());
+  auto file = std::make_shared<File>(std::move(*made));
+  const SegmentHeader header = {contract, options_.run, next_number_};
+  Result<SegmentWriter> writer = SegmentWriter::create(file, header);
+  if (!writer) {
+    std::error_code ignored;
+    std::filesystem::remove(path, ignored);
+    return tl::unexpected(writer.error());
+  }
+  ++next_number_;
+  writer_ = std::move(*writer);
+  current_ = std::make_shared<Segment>(
+      Segment{.path = path, .header = header, .file = file, .size = writer_->size()});
+  bytes_ += current_->size;
+  ++segments_;
+  unsynced_.push_back(current_);
+  return {};
+}
+
+void Disk::end_segment() {
+  if (!writer_) return;
+  if (current_->live == 0) {
+    remove(*current_);
+  } else {
+    // Without a footer, for want of room, the next scan reads frame by frame: slower, no more.
+    static_cast<void>(writer_->finish());
+    bytes_ += writer_->size() - current_->size;
+    current_->size = writer_->size();
+  }
+  writer_.reset();
+  current_.reset();
+}
+
+void Disk::remove(Segment& segment) {
+  std::error_code ignored;
+  std::filesystem::remove(segment.path, ignored);
+  bytes_ -= segment.size;
+  --segments_;
+  segment.size = 0;
+}
+
+Result<std::shared_ptr<const DiskSpan>> Disk::put(const Span& span, ContractId contract,
+                                                  const Body& body) {
+  if (const std::int64_t needed = at_most(body); bytes() + needed > options_.disk_bytes) {
+    return fault(cat({"trace folder ", options_.folder.string(), ": ", bytes(),
+                      " bytes of store.disk_bytes = ", options_.disk_bytes,
+                      " are in use, a span needs ", needed, "; raise it"}));
+  }
+  if (writer_ &&
+      (current_->header.contract != contract || current_->size >= options_.segment_bytes)) {
+    end_segment();
+  }
+  if (!writer_) {
+    if (const Result<void> begun = begin_segment(contract); !begun) {
+      return tl::unexpected(begun.error());
+    }
+  }
+  Result<StoredSpan> stored = writer_->append(span, body);
+  if (!stored) return tl::unexpected(stored.error());
+  bytes_ += stored->bytes;
+  current_->size += stored->bytes;
+  ++current_->live;
+  if (unsynced_.empty() || unsynced_.back() != current_) unsynced_.push_back(current_);
+  return std::make_shared<const DiskSpan>(DiskSpan{current_, std::move(*stored)});
+}
+
+std::int64_t Disk::forget(std::span<const std::shared_ptr<const DiskSpan>> spans) {
+  for (const auto& span : spans) --span->segment->live;
+  const std::int64_t before = bytes();
+  for (const auto& span : spans) {
+    Segment& segment = *span->segment;
+    if (segment.live > 0) {
+      // Should this fail, a later run finds the span again: stale, and opened anew by its id.
+      static_cast<void>(forget_span(*segment.file, span->stored));
+    } else if (current_.get() == &segment) {
+      end_segment();
+    } else if (segment.size > 0) {
+      remove(segment);
+    }
+  }
+  return before - bytes();
+}
+
+Result<void> Disk::sync() {
+  while (!unsynced_.empty()) {
+    if (unsynced_.back()->size > 0) {
+      if (Result<void> synced = unsynced_.back()->file->sync(); !synced) return synced;
+    }
+    unsynced_.pop_back();
+  }
+  return {};
+}
+
+}  // namespace lockstep::store

@@ -1,0 +1,436 @@
+#include "store/store.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/text.h"
+#include "store/store_impl.h"
+
+namespace lockstep::store {
+namespace {
+
+std::string hex(std::uint64_t value) {
+  std::string out = "0x";
+  for (int shift = 60; shift >= 0; shift -= 4) out += "0123456789abcdef"[value >> shift & 15];
+  return out;
+}
+
+/// How many of `tokens`, from `i` on, are consecutive positions of one span.
+std::size_t run_length(std::span<const TokenKey> tokens, std::size_t i) {
+  std::size_t end = i + 1;
+  while (end < tokens.size() && tokens[end].span == tokens[i].span &&
+         tokens[end].position == tokens[end - 1].position + 1) {
+    ++end;
+  }
+  return end - i;
+}
+
+void require_rows(std::size_t tokens, std::size_t bytes, const RowLayout& layout) {
+  const std::int32_t row = layout.bytes();
+  if (row <= 0) throw Error("records: a layout of 0 bytes a row; ask for no such record");
+  if (bytes != row_offset(static_cast<std::int64_t>(tokens), row)) {
+    throw Error(cat({"records: ", bytes, " bytes given for ", tokens, " rows of ", row}));
+  }
+}
+
+void require_layout(const RowLayout& held, const RowLayout& asked, Place place) {
+  if (held == asked) return;
+  throw Error(cat({"records of layer ", place.layer.value, ", site ", static_cast<int>(place.site),
+                   ": rows of ", held.width, " elements in blocks of ", held.block, " are held, ",
+                   asked.width, " in blocks of ", asked.block, " were asked for"}));
+}
+
+}  // namespace
+
+Store::Impl::Impl(const Options& given) : options(given) {
+  if (options.ram_bytes < 0 || options.disk_bytes < 0 || options.segment_bytes <= 0) {
+    throw Error("store.ram_bytes, store.disk_bytes and store.segment_bytes: must not be negative");
+  }
+  if (options.folder.empty()) return;
+  disk.emplace(options);
+  damage = disk->damage();
+  for (const OnDisk& found : disk->recovered()) {
+    const Span& span = found->stored.span;
+    if (const auto before = spans.find(span.id.value); before != spans.end()) drop(before);
+    spans[span.id.value] = {.span = span,
+                            .contract = found->segment->header.contract,
+                            .sealed = true,
+                            .order = next_order++,
+                            .disk = found};
+  }
+  counts.spans_given_up = 0;
+  thread = std::thread([this] { work(); });
+}
+
+Store::Impl::~Impl() {
+  if (!thread.joinable()) return;
+  {
+    const std::lock_guard lock(mutex);
+    stop = true;
+  }
+  work_cv.notify_all();
+  thread.join();
+}
+
+Entry& Store::Impl::open_entry(SpanId span, const char* doing) {
+  const auto found = spans.find(span.value);
+  if (found == spans.end()) throw Error(cat({doing, " span ", hex(span.value), ": not opened"}));
+  if (found->second.sealed) {
+    throw Error(cat({doing, " span ", hex(span.value), ": it is sealed already"}));
+  }
+  return found->second;
+}
+
+/// A pass's rows come in the same order at each layer and site, so the row's place in the batch
+/// tells where its span was found last time.
+Entry& Store::Impl::cached_entry(std::size_t i, SpanId span) {
+  if (i >= recent.size()) recent.resize(i + 1);
+  auto& [id, entry] = recent[i];
+  if (entry == nullptr || id != span) {
+    entry = &open_entry(span, "record of");
+    id = span;
+  }
+  return *entry;
+}
+
+void Store::Impl::append_run(Entry& entry, std::size_t number, std::int32_t position,
+                             std::int32_t count, const Rows<const std::byte>& rows,
+                             const std::byte* first) {
+  std::vector<Column>& columns = entry.body->columns;
+  if (number >= columns.size()) columns.resize(schema.size());
+  Column& column = columns[number];
+  if (!column.made()) {
+    column = Column(rows.place, rows.layout);
+  } else {
+    require_layout(column.layout(), rows.layout, rows.place);
+  }
+  if (position < std::max(column.end(), entry.span.first) ||
+      position > static_cast<std::int32_t>(kMaxPosition) - count) {
+    throw Error(cat({"record of span ", hex(entry.span.id.value), ", position ", position,
+                     ": the span begins at ", entry.span.first, " and layer ",
+                     rows.place.layer.value, ", site ", static_cast<int>(rows.place.site),
+                     " is recorded up to ", column.end(), " already"}));
+  }
+  const std::int64_t before = column.capacity_bytes();
+  column.append(position, count, first);
+  const std::int64_t grown = column.capacity_bytes() - before;
+  entry.body_bytes += grown;
+  ram_used += grown;
+}
+
+void Store::Impl::drop(Entries::iterator found) {
+  Entry& entry = found->second;
+  if (entry.body) ram_used -= entry.body_bytes;
+  if (entry.body && entry.disk) clean_bytes -= entry.body_bytes;
+  if (!entry.sealed) --open_spans;
+  if (entry.disk) forgotten.push_back(entry.disk);
+  unspilled.erase(entry.order);
+  clean.erase(entry.order);
+  spans.erase(found);
+  recent.clear();
+  ++counts.spans_given_up;
+  disk_full = false;  // there may be room now
+}
+
+void Store::Impl::wake_if_pressed() {
+  if (disk && (wants_spill() || !forgotten.empty())) work_cv.notify_one();
+}
+
+std::size_t Store::Impl::read_run(TokenKey first, ContractId contract, const Rows<std::byte>& rows,
+                                  std::byte* out, std::span<std::uint8_t> present) {
+  std::shared_ptr<const Body> body;
+  OnDisk on_disk;
+  std::int32_t column = -1;
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = spans.find(first.span.value);
+    if (found == spans.end() || !found->second.sealed) return 0;
+    const Entry& entry = found->second;
+    if (entry.contract != contract) {
+      throw Error(cat({"span ", hex(first.span.value), " was recorded under contract ",
+                       hex(entry.contract.value), ", not ", hex(contract.value)}));
+    }
+    body = entry.body;
+    on_disk = entry.disk;
+    column = schema.find(rows.place, rows.layout.encoding);
+  }
+  if (!body) return read_disk(*on_disk, first, rows, out, present);
+  if (column < 0 || static_cast<std::size_t>(column) >= body->columns.size()) return 0;
+  const Column& held = body->columns[static_cast<std::size_t>(column)];
+  if (held.rows() == 0) return 0;
+  require_layout(held.layout(), rows.layout, rows.place);
+  return copy_rows(held.runs(), held.data(), held.row_bytes(), first.position, out, present);
+}
+
+std::size_t Store::Impl::read_disk(const DiskSpan& from, TokenKey first,
+                                   const Rows<std::byte>& rows, std::byte* out,
+                                   std::span<std::uint8_t> present) {
+  const std::pair wanted_place(rows.place, rows.layout.encoding);
+  const std::int64_t end = first.position + static_cast<std::int64_t>(present.size());
+  const std::vector<BlockRef>& blocks = from.stored.blocks;
+  auto ref = std::partition_point(blocks.begin(), blocks.end(), [&](const BlockRef& b) {
+    return std::pair(b.place, b.layout.encoding) < wanted_place;
+  });
+  std::size_t count = 0;
+  for (; ref != blocks.end() && std::pair(ref->place, ref->layout.encoding) == wanted_place;
+       ++ref) {
+    require_layout(ref->layout, rows.layout, rows.place);
+    if (ref->end <= first.position || ref->first >= end) continue;
+    if (const std::optional<Block> block = load(from, *ref)) {
+      count +=
+          copy_rows(block->runs, block->rows, ref->layout.bytes(), first.position, out, present);
+    }
+  }
+  return count;
+}
+
+std::optional<Block> Store::Impl::load(const DiskSpan& from, const BlockRef& ref) {
+  const SpanId id = from.stored.span.id;
+  tl::expected<Block, BlockFault> block = read_block(*from.segment->file, id, ref);
+  disk_bytes_read += static_cast<std::int64_t>(ref.length);
+  if (block) return std::move(*block);
+  if (block.error() == BlockFault::kSystem) {
+    ++read_errors;
+    return {};
+  }
+  const std::lock_guard lock(mutex);
+  if (bad_blocks.emplace(from.segment->header.number, ref.offset).second) {
+    damage.drop(from.segment->file->name(), static_cast<std::int64_t>(ref.offset),
+                kFrameBytes + static_cast<std::int64_t>(ref.length), "block checksum");
+  }
+  return {};
+}
+
+Store::Store(const Options& options) : impl_(std::make_unique<Impl>(options)) {}
+Store::~Store() = default;
+
+void Store::open(const Span& span, ContractId contract) {
+  Impl& s = *impl_;
+  if (span.first < 0 || span.count < 0) {
+    throw Error(cat({"span ", hex(span.id.value), ": first ", span.first, " and count ", span.count,
+                     " must not be negative"}));
+  }
+  if (s.options.contract != ContractId{} && s.options.contract != contract) {
+    throw Error(cat({"span ", hex(span.id.value), ": contract ", hex(contract.value),
+                     " is not the store's, ", hex(s.options.contract.value)}));
+  }
+  const std::lock_guard lock(s.mutex);
+  if (const auto before = s.spans.find(span.id.value); before != s.spans.end()) s.drop(before);
+  Entry entry = {.span = span, .contract = contract, .body = std::make_shared<Body>()};
+  entry.body->columns.resize(s.schema.size());
+  s.spans[span.id.value] = std::move(entry);
+  ++s.open_spans;
+  s.wake_if_pressed();
+}
+
+bool Store::admits(std::int64_t bytes) const {
+  Impl& s = *impl_;
+  std::unique_lock lock(s.mutex);
+  if (bytes <= s.room()) {
+    s.wanted_room = 0;
+    return true;
+  }
+  if (s.disk && s.open_spans == 0) {
+    s.disk_full = false;  // ask again: somebody may have made room
+    s.wanted_room = bytes;
+    s.work_cv.notify_one();
+    s.done_cv.wait(lock, [&] {
+      return bytes <= s.room() || (!s.busy && s.forgotten.empty() && !s.wants_spill());
+    });
+    s.wanted_room = 0;
+    if (bytes <= s.room()) return true;
+  } else if (s.disk) {
+    s.wanted_room = std::max(s.wanted_room, bytes);
+    s.work_cv.notify_one();
+  }
+  ++s.counts.holds;
+  s.why_held = cat({"records: no room for ", bytes, " more bytes: ", s.ram_used,
+                    " of store.ram_bytes = ", s.options.ram_bytes, " are in use",
+                    s.disk ? (s.trouble.empty() ? "" : "; " + s.trouble)
+                           : std::string(" and store.folder is not set"),
+                    s.trouble.empty() ? "; raise store.ram_bytes" : ""});
+  return false;
+}
+
+std::string Store::held() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->why_held;
+}
+
+void Store::append(std::span<const TokenKey> tokens, Rows<const std::byte> rows) {
+  require_rows(tokens.size(), rows.bytes.size(), rows.layout);
+  Impl& s = *impl_;
+  const std::int32_t row_bytes = rows.layout.bytes();
+  const std::lock_guard lock(s.mutex);
+  const std::size_t column = s.schema.id(rows.place, rows.layout.encoding);
+  for (std::size_t i = 0; i < tokens.size();) {
+    const std::size_t count = run_length(tokens, i);
+    s.append_run(s.cached_entry(i, tokens[i].span), column, tokens[i].position,
+                 static_cast<std::int32_t>(count), rows,
+                 rows.bytes.data() + row_offset(static_cast<std::int64_t>(i), row_bytes));
+    i += count;
+  }
+  s.counts.rows_written += static_cast<std::int64_t>(tokens.size());
+  s.counts.bytes_written += static_cast<std::int64_t>(rows.bytes.size());
+  s.wake_if_pressed();
+}
+
+void Store::truncate(SpanId span, std::int32_t position) {
+  const std::lock_guard lock(impl_->mutex);
+  Entry& entry = impl_->open_entry(span, "truncating");
+  for (Column& column : entry.body->columns) column.truncate(position);
+}
+
+void Store::seal(SpanId span) {
+  Impl& s = *impl_;
+  const std::lock_guard lock(s.mutex);
+  Entry& entry = s.open_entry(span, "sealing");
+  Body& body = *entry.body;
+  for (Column& column : body.columns) column.shrink();
+  const std::int64_t bytes = body.capacity_bytes();
+  s.ram_used += bytes - entry.body_bytes;
+  entry.body_bytes = bytes;
+  entry.span.count = std::max(entry.span.count, body.end() - entry.span.first);
+  entry.sealed = true;
+  entry.order = s.next_order++;
+  --s.open_spans;
+  s.recent.clear();
+  s.counts.tokens_sealed += std::max(0, body.end() - entry.span.first);
+  s.counts.bytes_sealed += bytes;
+  if (entry.span.version.value < s.floor_version) {
+    s.drop(s.spans.find(span.value));
+    return;
+  }
+  s.unspilled[entry.order] = span.value;
+  s.wake_if_pressed();
+}
+
+std::size_t Store::read(std::span<const TokenKey> tokens, ContractId contract, Rows<std::byte> rows,
+                        std::span<std::uint8_t> present) const {
+  const bool with_bytes = !rows.bytes.empty();
+  if (with_bytes) require_rows(tokens.size(), rows.bytes.size(), rows.layout);
+  if (present.size() != tokens.size()) {
+    throw Error(cat({"records: ", present.size(), " flags for ", tokens.size(), " tokens"}));
+  }
+  const std::int32_t row_bytes = rows.layout.bytes();
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < tokens.size();) {
+    const std::size_t count = run_length(tokens, i);
+    const auto at = static_cast<std::int64_t>(i);
+    std::byte* out = with_bytes ? rows.bytes.data() + row_offset(at, row_bytes) : nullptr;
+    const std::span<std::uint8_t> flags = present.subspan(i, count);
+    std::memset(flags.data(), 0, count);
+    const std::size_t found = impl_->read_run(tokens[i], contract, rows, out, flags);
+    for (std::size_t k = 0; with_bytes && found < count && k < count; ++k) {
+      if (flags[k] != 0) continue;
+      const auto row = static_cast<std::int64_t>(k);
+      std::memset(out + row_offset(row, row_bytes), 0, static_cast<std::size_t>(row_bytes));
+    }
+    total += found;
+    i += count;
+  }
+  const auto found = static_cast<std::int64_t>(total);
+  impl_->rows_absent += static_cast<std::int64_t>(tokens.size()) - found;
+  if (with_bytes) {
+    impl_->rows_read += found;
+    impl_->bytes_read += found * row_bytes;
+  }
+  return total;
+}
+
+void Store::prefetch(std::span<const TokenKey> tokens) const {
+  Impl& s = *impl_;
+  if (!s.disk) return;
+  const std::lock_guard lock(s.mutex);
+  for (std::size_t i = 0; i < tokens.size(); i += run_length(tokens, i)) {
+    const auto found = s.spans.find(tokens[i].span.value);
+    if (found == s.spans.end() || !found->second.disk || found->second.body) continue;
+    if (s.wanted.empty() || s.wanted.back() != found->first) s.wanted.push_back(found->first);
+  }
+  if (!s.wanted.empty()) s.work_cv.notify_one();
+}
+
+void Store::retire(WeightVersion version) {
+  Impl& s = *impl_;
+  const std::lock_guard lock(s.mutex);
+  s.floor_version = std::max(s.floor_version, version.value);
+  for (auto it = s.spans.begin(); it != s.spans.end();) {
+    const auto here = it++;
+    if (here->second.sealed && here->second.span.version < version) s.drop(here);
+  }
+  s.wake_if_pressed();
+}
+
+void Store::release(std::span<const SpanId> spans) {
+  const std::lock_guard lock(impl_->mutex);
+  for (const SpanId span : spans) {
+    if (const auto found = impl_->spans.find(span.value); found != impl_->spans.end()) {
+      impl_->drop(found);
+    }
+  }
+  impl_->wake_if_pressed();
+}
+
+Result<void> Store::flush() {
+  Impl& s = *impl_;
+  if (!s.disk) return {};
+  std::unique_lock lock(s.mutex);
+  s.disk_full = false;
+  const std::uint64_t ticket = ++s.flush_asked;
+  s.work_cv.notify_one();
+  s.done_cv.wait(lock, [&] { return s.flush_done >= ticket; });
+  if (s.trouble.empty()) return {};
+  return fault(s.trouble);
+}
+
+std::vector<Span> Store::spans() const {
+  std::vector<Span> sealed;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    for (const auto& [id, entry] : impl_->spans) {
+      if (entry.sealed) sealed.push_back(entry.span);
+    }
+  }
+  std::sort(sealed.begin(), sealed.end(), [](const Span& a, const Span& b) { return a.id < b.id; });
+  return sealed;
+}
+
+std::vector<std::string> Store::dropped() const {
+  const std::lock_guard lock(impl_->mutex);
+  std::vector<std::string> lines = impl_->damage.lines;
+  if (impl_->disk) {
+    for (const std::string& line : impl_->disk->foreign()) lines.push_back(line + ": left alone");
+  }
+  return lines;
+}
+
+Metrics Store::metrics() {
+  Impl& s = *impl_;
+  const std::lock_guard lock(s.mutex);
+  const Counts counts = std::exchange(s.counts, {});
+  const auto number = [](std::int64_t value) { return static_cast<double>(value); };
+  Metrics metrics = {
+      {"fp4/trace/rows_written", number(counts.rows_written)},
+      {"fp4/trace/bytes_written", number(counts.bytes_written)},
+      {"fp4/trace/rows_read", number(s.rows_read.exchange(0))},
+      {"fp4/trace/bytes_read", number(s.bytes_read.exchange(0))},
+      {"fp4/trace/rows_absent", number(s.rows_absent.exchange(0))},
+      {"fp4/trace/read_errors", number(s.read_errors.exchange(0))},
+      {"fp4/trace/spilled_bytes", number(counts.spilled_bytes)},
+      {"fp4/trace/disk_bytes_read", number(s.disk_bytes_read.exchange(0))},
+      {"fp4/trace/spans_given_up", number(counts.spans_given_up)},
+      {"fp4/trace/admission_holds", number(counts.holds)},
+      {"fp4/trace/dropped_bytes", number(s.damage.bytes)},
+      {"fp4/trace/spans_live", number(std::ssize(s.spans))},
+      {"fp4/trace/ram_bytes", number(s.ram_used)},
+      {"fp4/trace/disk_bytes", number(s.disk ? s.disk->bytes() : 0)},
+      {"fp4/trace/segments", number(s.disk ? s.disk->segments() : 0)},
+      {"fp4/trace/foreign_files", number(s.disk ? std::ssize(s.disk->foreign()) : 0)}};
+  if (counts.tokens_sealed > 0) {
+    metrics["fp4/trace/bytes_per_token"] =
+        number(counts.bytes_sealed) / number(counts.tokens_sealed);
+  }
+  return metrics;
+}
+
+}  // namespace lockstep::store

@@ -1,0 +1,194 @@
+#include "sync/refit.h"
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "base/timer.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "model/names.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::sync {
+namespace {
+
+template <typename T>
+TensorView<T, 2> matrix(std::vector<T>& values, std::int64_t rows, std::int64_t cols) {
+  values.resize(static_cast<std::size_t>(rows * cols));
+  return {values.data(), {rows, cols}, {cols, 1}};
+}
+
+template <typename T>
+std::uint32_t crc_of(const std::vector<T>& values, std::uint32_t crc = 0) {
+  return crc32c(std::as_bytes(std::span(values)), crc);
+}
+
+/// Buffers that one refit reuses from weight to weight.
+class Sender {
+ public:
+  Sender(WeightSink& to, const Contract& contract) : to_(to), contract_(contract) {}
+
+  void send(const Weight& weight) {
+    if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
+      send_codes(weight.id, *codes);
+    } else if (quantized(contract_, weight.id)) {
+      send_quantized(weight.id, as_f32(weight));
+    } else {
+      send_plain(weight.id, weight);
+    }
+  }
+
+  const std::vector<WeightId>& ids() const { return ids_; }
+  const std::vector<std::uint32_t>& checksums() const { return checksums_; }
+  double bytes() const { return bytes_; }
+  double relative_error() const { return norm_ > 0 ? std::sqrt(error_ / norm_) : 0; }
+
+ private:
+  void sent(const WeightId& id, std::uint32_t crc, std::size_t bytes) {
+    ids_.push_back(id);
+    checksums_.push_back(crc);
+    bytes_ += static_cast<double>(bytes);
+  }
+
+  TensorView<const float, 2> as_f32(const Weight& weight) {
+    if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) return *f32;
+    const auto& bf16 = std::get<TensorView<const Bf16, 2>>(weight.value);
+    const auto out = matrix(f32_, bf16.shape[0], bf16.shape[1]);
+    for (std::int64_t row = 0; row < out.shape[0]; ++row) {
+      for (std::int64_t col = 0; col < out.shape[1]; ++col) {
+        out.data[row * out.stride[0] + col] = to_float(bf16.data[row * bf16.stride[0] + col]);
+      }
+    }
+    return out;
+  }
+
+  void send_plain(const WeightId& id, const Weight& weight) {
+    const TensorView<const float, 2> f32 = as_f32(weight);
+    const auto out = matrix(bf16_, f32.shape[0], f32.shape[1]);
+    for (std::int64_t row = 0; row < out.shape[0]; ++row) {
+      for (std::int64_t col = 0; col < out.shape[1]; ++col) {
+        const float value = f32.data[row * f32.stride[0] + col];
+        const Bf16 rounded = to_bf16(value);
+        if (!is_finite(rounded)) {
+          throw Error(cat({"weight ", to_string(id), " holds ", value, " at row ", row, ", column ",
+                           col, ", which BF16 cannot hold: nothing was committed"}));
+        }
+        out.data[row * out.stride[0] + col] = rounded;
+      }
+    }
+    to_.put({id, TensorView<const Bf16, 2>(out)});
+    sent(id, crc_of(bf16_), bf16_.size() * sizeof(Bf16));
+  }
+
+  void send_quantized(const WeightId& id, TensorView<const float, 2> f32) {
+    const std::int64_t rows = f32.shape[0], cols = f32.shape[1], block = contract_.weight.block;
+    if (cols % block != 0) {
+      throw Error(
+          cat({"weight ", to_string(id), " has ", cols, " columns, not a multiple of the ",
+               "block of ", block, ": this model cannot be quantized under this contract"}));
+    }
+    const PackedView<std::uint8_t> packed = {
+        matrix(codes_, rows, cols / 2), matrix(scales_, rows, cols / block), {&global_, {1}, {0}}};
+    try {
+      kernels::quantize_weight(f32, contract_.weight, packed);
+    } catch (const Error& error) {
+      throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
+    }
+    add_error(f32, packed);
+    to_.put({id, PackedView<const std::uint8_t>(packed)});
+    sent(id, checksum(), codes_.size() + scales_.size() + sizeof global_);
+  }
+
+  /// Codes that come from a checkpoint pass as they are.
+  void send_codes(const WeightId& id, const PackedView<const std::uint8_t>& from) {
+    if (!quantized(contract_, id)) {
+      throw Error(cat({"weight ", to_string(id), " comes as codes, but the contract leaves it in ",
+                       "BF16: load it under the contract that it was made by"}));
+    }
+    const auto copy = [](const TensorView<const std::uint8_t, 2>& view,
+                         std::vector<std::uint8_t>& out) {
+      const auto to = matrix(out, view.shape[0], view.shape[1]);
+      for (std::int64_t row = 0; row < to.shape[0]; ++row) {
+        std::copy_n(view.data + row * view.stride[0], to.shape[1], to.data + row * to.stride[0]);
+      }
+    };
+    copy(from.codes, codes_);
+    copy(from.scales, scales_);
+    global_ = from.global.empty() ? 1.0f : from.global.data[0];
+    to_.put({id, from});
+    sent(id, checksum(), codes_.size() + scales_.size() + sizeof global_);
+  }
+
+  std::uint32_t checksum() const {
+    std::vector<std::byte> global;
+    put_le(global, std::bit_cast<std::uint32_t>(global_));
+    return crc32c(global, crc_of(scales_, crc_of(codes_)));
+  }
+
+  void add_error(TensorView<const float, 2> f32, const PackedView<const std::uint8_t>& packed) {
+    const auto back = matrix(f32_back_, f32.shape[0], f32.shape[1]);
+    kernels::dequantize({.codes = packed, .rule = contract_.weight, .f32 = back});
+    for (std::int64_t row = 0; row < back.shape[0]; ++row) {
+      for (std::int64_t col = 0; col < back.shape[1]; ++col) {
+        const double value = f32.data[row * f32.stride[0] + col];
+        const double difference = back.data[row * back.stride[0] + col] - value;
+        error_ += difference * difference;
+        norm_ += value * value;
+      }
+    }
+  }
+
+  WeightSink& to_;
+  const Contract& contract_;
+  std::vector<WeightId> ids_;
+  std::vector<std::uint32_t> checksums_;
+  std::vector<float> f32_, f32_back_;
+  std::vector<Bf16> bf16_;
+  std::vector<std::uint8_t> codes_, scales_;
+  float global_ = 0;
+  double bytes_ = 0, error_ = 0, norm_ = 0;
+};
+
+void compare(const Sender& sender, const std::vector<std::uint32_t>& received) {
+  if (received.size() != sender.checksums().size()) {
+    throw Error(cat({"the receiver of a refit holds ", received.size(), " weights of the ",
+                     sender.checksums().size(), " that were sent"}));
+  }
+  for (std::size_t i = 0; i < received.size(); ++i) {
+    if (received[i] != sender.checksums()[i]) {
+      throw Error(cat({"weight ", to_string(sender.ids()[i]), " arrived with CRC32C ", received[i],
+                       ", not ", sender.checksums()[i], ": the refit is not usable"}));
+    }
+  }
+}
+
+}  // namespace
+
+bool quantized(const Contract& contract, const WeightId& id) {
+  return of_expert(id.role) && contract.weight.element != Element::kBf16 &&
+         contract.layers.has(id.layer);
+}
+
+Metrics refit(const WeightSource& from, WeightSink& to, const Contract& contract,
+              WeightVersion version) {
+  Timer timer;
+  Sender sender(to, contract);
+  to.begin(version, contract.id());
+  from.each([&](const Weight& weight) { sender.send(weight); });
+  compare(sender, to.commit());
+  return {{"fp4/refit/version", static_cast<double>(version.value)},
+          {"fp4/refit/bytes", sender.bytes()},
+          {"fp4/refit/rel_err", sender.relative_error()},
+          {"fp4/refit/seconds", timer.lap()}};
+}
+
+}  // namespace lockstep::sync

@@ -1,0 +1,161 @@
+#include "sync/refit.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "base/bytes.h"
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "model/names.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::sync {
+namespace {
+
+constexpr ModelConfig kModel = {.num_layers = 2,
+                                .hidden = 32,
+                                .expert_width = 16,
+                                .num_experts = 3,
+                                .experts_per_token = 2,
+                                .num_heads = 2,
+                                .num_kv_heads = 1,
+                                .head_dim = 16,
+                                .vocabulary = 24};
+
+/// FP32 masters that follow from the weight's place.
+class Masters final : public WeightSource {
+ public:
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    float x = 0.25f;
+    for (const WeightId& id : weight_ids(kModel)) {
+      const auto [rows, cols] = weight_shape(kModel, id.role);
+      std::vector<float> values(static_cast<std::size_t>(rows * cols));
+      for (float& value : values) value = scale * std::sin(x += 1.7f);
+      if (poison == id) values[7] = std::numeric_limits<float>::quiet_NaN();
+      visit({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
+    }
+  }
+  float scale = 0.1f;
+  std::optional<WeightId> poison;
+};
+
+/// Holds what it was given; answers with checksums of it.
+class Keeper final : public WeightSink {
+ public:
+  void begin(WeightVersion next, ContractId id) override {
+    version = next;
+    contract = id;
+    crc_.clear();
+    packed.clear();
+    plain.clear();
+  }
+  void put(const Weight& weight) override {
+    std::uint32_t crc = 0;
+    if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
+      packed.insert(weight.id);
+      std::vector<std::byte> global;
+      put_le(global, float_bits(codes->global.data[0]));
+      const auto bytes_of = [](const auto& view) {
+        return std::as_bytes(
+            std::span(view.data, static_cast<std::size_t>(view.shape[0] * view.shape[1])));
+      };
+      crc = crc32c(global, crc32c(bytes_of(codes->scales), crc32c(bytes_of(codes->codes))));
+    } else {
+      plain.insert(weight.id);
+      const auto& view = std::get<TensorView<const Bf16, 2>>(weight.value);
+      crc = crc32c(std::as_bytes(
+          std::span(view.data, static_cast<std::size_t>(view.shape[0] * view.shape[1]))));
+    }
+    crc_.push_back(damage == weight.id ? crc ^ 1 : crc);
+  }
+  std::vector<std::uint32_t> commit() override {
+    ++commits;
+    return crc_;
+  }
+
+  WeightVersion version;
+  ContractId contract;
+  std::set<WeightId> packed, plain;
+  std::optional<WeightId> damage;
+  int commits = 0;
+
+ private:
+  std::vector<std::uint32_t> crc_;
+};
+
+TEST(Refit, QuantizesRoutedExpertsOnly) {
+  Masters masters;
+  Keeper keeper;
+  const Contract contract = contracts::lockstep(kModel.num_layers);
+  const Metrics m = refit(masters, keeper, contract, WeightVersion{7});
+  EXPECT_EQ(keeper.packed.size(), 2u * 3 * 2);
+  for (const WeightId& id : keeper.packed) EXPECT_TRUE(of_expert(id.role));
+  EXPECT_EQ(keeper.packed.size() + keeper.plain.size(), weight_ids(kModel).size());
+  EXPECT_EQ(keeper.contract, contract.id());
+  EXPECT_EQ(m.at("fp4/refit/version"), 7);
+  EXPECT_GT(m.at("fp4/refit/rel_err"), 0.02);
+  EXPECT_LT(m.at("fp4/refit/rel_err"), 0.2);
+}
+
+TEST(Refit, Bf16ContractQuantizesNothing) {
+  Masters masters;
+  Keeper keeper;
+  EXPECT_EQ(refit(masters, keeper, contracts::bf16(), {}).at("fp4/refit/rel_err"), 0);
+  EXPECT_TRUE(keeper.packed.empty());
+}
+
+TEST(Refit, R63_LayersOutsideTheContractStayPlain) {
+  Masters masters;
+  Keeper keeper;
+  Contract contract = contracts::lockstep(kModel.num_layers);
+  contract.layers = LayerSet::range(1, 2);
+  refit(masters, keeper, contract, {});
+  for (const WeightId& id : keeper.packed) EXPECT_EQ(id.layer, Layer{1});
+  EXPECT_EQ(keeper.packed.size(), 6u);
+}
+
+TEST(Refit, R62_AChecksumThatDiffersNamesTheWeight) {
+  Masters masters;
+  for (const auto role : {WeightId::Role::kDown, WeightId::Role::kRouter}) {
+    Keeper keeper;
+    keeper.damage = WeightId{role, Layer{1}, Expert{role == WeightId::Role::kDown ? 2 : 0}};
+    try {
+      refit(masters, keeper, contracts::lockstep(2), {});
+      FAIL() << "a damaged weight was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(to_string(*keeper.damage)), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+TEST(Refit, ANanIsNamedAndNothingCommitted) {
+  for (const auto role : {WeightId::Role::kGateUp, WeightId::Role::kQ}) {
+    Masters masters;
+    Keeper keeper;
+    masters.poison = WeightId{role, Layer{1}, Expert{role == WeightId::Role::kGateUp ? 1 : 0}};
+    try {
+      refit(masters, keeper, contracts::lockstep(2), {});
+      FAIL() << "a NaN was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(to_string(*masters.poison)), std::string::npos)
+          << error.what();
+    }
+    EXPECT_EQ(keeper.commits, 0);
+  }
+}
+
+TEST(Refit, R35_TinyWeightsAreNotFlushed) {
+  Masters masters;
+  masters.scale = 1e-6f;
+  Keeper keeper;
+  EXPECT_LT(refit(masters, keeper, contracts::lockstep(2), {}).at("fp4/refit/rel_err"), 0.2);
+}
+
+}  // namespace
+}  // namespace lockstep::sync
