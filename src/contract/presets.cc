@@ -13,6 +13,7 @@ constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
 constexpr Quantizer te() {
   Quantizer rule = kNvfp4;
   rule.global_is_power_of_two = false;
+  rule.scale_rule = ScaleRule::kTe;
   rule.code_rule = CodeRule::kTe;
   rule.stored_global = StoredGlobal::kAmax;
   rule.sign_of_zero = SignOfZero::kKept;

@@ -107,9 +107,8 @@ constexpr std::uint8_t scale_byte(const Quantizer& rule, float amax, const Globa
     case ScaleRule::kMxCeil: return bits_of(mx_scale(amax, MxRule::kCeil));
     case ScaleRule::kMxRceil: return bits_of(mx_scale(amax, MxRule::kRceil));
     case ScaleRule::kGgml: return bits_of(to_e4m3_ggml(amax / 6.0f));
-    case ScaleRule::kTe:
-      if (rule.global_is_power_of_two) return bits_of(block_scale(amax, global.exponent));
-      return bits_of(to_e4m3(amax * (global.encode * (1.0f / 6.0f))));
+    case ScaleRule::kExact: return bits_of(block_scale(amax, global.exponent));
+    case ScaleRule::kTe: return bits_of(to_e4m3(amax * (global.encode * (1.0f / 6.0f))));
     case ScaleRule::kModelOpt: {
       const float scale = amax / (6.0f * global.decode);
       const bool one = rule.zero_block == ZeroBlock::kOne && scale == 0.0f;

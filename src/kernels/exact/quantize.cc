@@ -72,6 +72,12 @@ void check(const QuantizeArgs& args) {
           {"quantize: rule.block is ", rule.block, ", must be a multiple of 16"});
   require(cols % rule.block == 0, {"quantize: x has ", cols, " columns, must be a multiple of ",
                                    rule.block, ", the block"});
+  require(rule.is_mx() || rule.scale_rule != ScaleRule::kExact || rule.global_is_power_of_two,
+          {"quantize: rule.scale_rule is exact, which needs a power-of-two global scale"});
+  require(rule.is_mx() ==
+              (rule.scale_rule >= ScaleRule::kMxFloor && rule.scale_rule <= ScaleRule::kMxRceil),
+          {"quantize: rule.scale_rule is ", name_of(rule.scale_rule), ", rule.scale is ",
+           name_of(rule.scale), "; the mx rules and e8m0 belong together"});
   require(rule.four_over_six == FourOverSix::kOff,
           {"quantize: rule.four_over_six is on, which this build does not know"});
   require(args.x.empty() || args.x_f32.empty(), {"quantize: x and x_f32 are both given"});

@@ -226,7 +226,7 @@ bool knows(const Quantizer& rule) {
     return false;
   }
   return rule.is_mx() || (rule.global_is_power_of_two && rule.global != GlobalScale::kNone &&
-                          rule.scale_rule == ScaleRule::kTe);
+                          rule.scale_rule == ScaleRule::kExact);
 }
 
 void count(const std::uint16_t* amaxes, std::int64_t blocks, const std::uint8_t* bytes,
