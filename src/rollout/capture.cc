@@ -32,7 +32,8 @@ void pack_row(const PackedView<const std::uint8_t>& codes, std::int64_t row, std
     out += bytes;
   }
   for (std::int64_t s = row; s < row + slots; ++s) {
-    const float global = codes.global.data[s * codes.global.stride[0]];
+    const float global =
+        codes.global.empty() ? 1.0f : codes.global.data[s * codes.global.stride[0]];
     *out++ = static_cast<std::byte>(static_cast<std::int8_t>(exponent_of(global)));
   }
 }

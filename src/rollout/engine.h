@@ -92,7 +92,8 @@ class Engine {
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
                                       std::span<const std::vector<Token>> batch);
 
-/// Submits all and steps until idle; ordered by prompt and sample.
+/// Submits all and steps until idle. In the order of the requests, and of the samples in each.
+/// Throws Error when the record store has no room for one sequence.
 std::vector<Trajectory> generate(Engine& engine, std::vector<Request> requests);
 
 }  // namespace lockstep::rollout
