@@ -134,6 +134,106 @@ TEST_P(Autograd, KlOfValueK3AndGradientK2) {
               c.aggregate(pg + 0.1 * k3, GetParam(), 40).item<double>());
 }
 
+TEST_P(Autograd, DualClip) {
+  Case c;
+  const at::Tensor r = (c.now - c.old).exp();
+  at::Tensor pg = torch::max(-r * c.advantage, -r.clamp(0.8, 1.27) * c.advantage);
+  pg = torch::where(c.advantage < 0, torch::min(pg, -1.4 * c.advantage), pg);
+  const at::Tensor loss = c.aggregate(pg, GetParam(), 40);
+  expect_same(c,
+              {.dual_clip = 1.4f,
+               .correction = rl::Correction::kNone,
+               .aggregation = GetParam(),
+               .sum_length = 40},
+              loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, Gspo) {
+  Case c;
+  const at::Tensor log_r = (c.now - c.old) * c.mask;
+  const at::Tensor mean = (log_r.sum(1) / c.mask.sum(1)).unsqueeze(1).expand({kG, kT});
+  const at::Tensor s = (mean.detach() + c.now - c.now.detach()).exp();
+  const at::Tensor pg = torch::max(-s * c.advantage, -s.clamp(0.97, 1.02) * c.advantage);
+  const at::Tensor loss = c.aggregate(pg, GetParam(), 40);
+  expect_same(c,
+              {.surrogate = rl::Surrogate::kGspo,
+               .clip_low = 0.03f,
+               .clip_high = 0.02f,
+               .correction = rl::Correction::kNone,
+               .aggregation = GetParam(),
+               .sum_length = 40},
+              loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, Cispo) {
+  Case c;
+  const at::Tensor r = (c.now - c.old).exp().clamp(0.8, 1.27).detach();
+  const at::Tensor loss = c.aggregate(-r * c.advantage * c.now, GetParam(), 40);
+  expect_same(c,
+              {.surrogate = rl::Surrogate::kCispo,
+               .correction = rl::Correction::kNone,
+               .aggregation = GetParam(),
+               .sum_length = 40},
+              loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, Tbpo) {
+  Case c;
+  const at::Tensor log_r = (c.now - c.old) * c.mask;
+  const at::Tensor mean = (log_r.sum(1) / c.mask.sum(1)).unsqueeze(1).expand({kG, kT});
+  const at::Tensor s = (mean.detach() + c.now - c.now.detach()).exp();
+  const at::Tensor clipped = torch::max(-s * c.advantage, -s.clamp(0.8, 1.27) * c.advantage);
+  const at::Tensor band = (s > 0.8) & (s < 1.27);
+  const at::Tensor pg = torch::where(c.advantage >= 0, clipped,
+                                     torch::where(band, -s * c.advantage, torch::zeros_like(s)));
+  const at::Tensor loss = c.aggregate(pg, GetParam(), 40);
+  expect_same(c,
+              {.surrogate = rl::Surrogate::kTbpo,
+               .correction = rl::Correction::kNone,
+               .aggregation = GetParam(),
+               .sum_length = 40},
+              loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, AcrUnderTis) {
+  Case c;
+  const double cap = 1.1;
+  const at::Tensor rho = (c.old - c.rolled).exp();
+  const at::Tensor r = (c.now - c.old).exp();
+  const at::Tensor upper = 1.27 / (cap / rho).clamp_max(1.0);
+  const at::Tensor clipped = torch::min(r.clamp_min(0.8), upper);
+  const at::Tensor pg = torch::max(-r * c.advantage, -clipped * c.advantage);
+  const at::Tensor loss = c.aggregate(rho.clamp_max(cap) * pg, GetParam(), 40);
+  expect_same(c,
+              {.surrogate = rl::Surrogate::kAcr,
+               .correction_cap = 1.1f,
+               .aggregation = GetParam(),
+               .sum_length = 40},
+              loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, EveryKlEstimatorOnAndOffPolicy) {
+  for (const auto kl : {rl::Kl::kK1, rl::Kl::kK2, rl::Kl::kK3}) {
+    for (const bool off_policy : {false, true}) {
+      Case c;
+      const at::Tensor r = (c.now - c.old).exp();
+      const at::Tensor pg = torch::max(-r * c.advantage, -r.clamp(0.8, 1.27) * c.advantage);
+      const at::Tensor x = c.now - c.reference;
+      at::Tensor k = kl == rl::Kl::kK1 ? x : kl == rl::Kl::kK2 ? x * x / 2 : (-x).exp() - 1 + x;
+      if (off_policy) k = (c.now - c.rolled).exp() * k;
+      const at::Tensor loss = c.aggregate(pg + 0.1 * k, GetParam(), 40);
+      expect_same(c,
+                  {.correction = rl::Correction::kNone,
+                   .aggregation = GetParam(),
+                   .sum_length = 40,
+                   .kl_weight = 0.1f,
+                   .kl = kl,
+                   .kl_off_policy = off_policy},
+                  loss, c.old_logp, loss.item<double>());
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Aggregations, Autograd,
                          testing::Values(rl::Aggregation::kTokenMean,
                                          rl::Aggregation::kSeqMeanTokenMean,

@@ -75,7 +75,8 @@ void Batch::check() const {
   if (!reference_logp.empty()) check_lengths(*this, reference_logp, "reference_logp");
 }
 
-std::vector<double> group_advantages(std::span<const float> rewards, std::size_t group_size) {
+std::vector<double> group_advantages(std::span<const float> rewards, std::size_t group_size,
+                                     Advantage advantage) {
   std::vector<double> advantages;
   advantages.reserve(rewards.size());
   for (std::size_t first = 0; first < rewards.size(); first += group_size) {
@@ -88,7 +89,8 @@ std::vector<double> group_advantages(std::span<const float> rewards, std::size_t
     }
     // Equal rewards leave exactly nothing: not what rounding left in the mean, over 1e-6.
     const bool flat = group_size > 1 && std::equal(group.begin() + 1, group.end(), group.begin());
-    for (const float r : group) advantages.push_back(flat ? 0.0 : (r - mean) / (deviation + 1e-6));
+    const double unit = advantage == Advantage::kDrGrpo ? 1.0 : deviation + 1e-6;
+    for (const float r : group) advantages.push_back(flat ? 0.0 : (r - mean) / unit);
   }
   return advantages;
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "record/trajectory.h"
+#include "rl/options.h"
 
 namespace lockstep::rl {
 
@@ -29,9 +30,10 @@ struct Batch {
   void check() const;
 };
 
-/// (reward - mean) / (std + 1e-6) within each group; the unbiased std, 1 for a group of one (whose
-/// mean is then 0).
-std::vector<double> group_advantages(std::span<const float> rewards, std::size_t group_size);
+/// (reward - mean) / (std + 1e-6) within each group, or without the division; the unbiased std, 1
+/// for a group of one (whose mean is then 0).
+std::vector<double> group_advantages(std::span<const float> rewards, std::size_t group_size,
+                                     Advantage advantage = Advantage::kGrpo);
 
 /// [groups] 1 where all rewards of a group are equal, so that no advantage is left: such a group
 /// moves nothing, and its records can go before they reach the disk.

@@ -59,7 +59,7 @@ void add_token(const Options& options, double advantage, float train, float roll
   const double e = std::exp(d);
   const double pt = std::exp(static_cast<double>(train)),
                pr = std::exp(static_cast<double>(rollout));
-  const double cap = options.correction == Correction::kTis ? options.correction_cap : 1e300;
+  const double cap = options.correction == Correction::kNone ? 1e300 : options.correction_cap;
   const double weight = std::min(e, cap);
   s[Gap::kTokens] += 1;
   s[Gap::kDifference] += d;
@@ -106,7 +106,8 @@ void add_sequence(double train, double rollout, double tokens, Gap& gap) {
 
 Gap measure(const Options& options, const Batch& batch, const PerToken& train_logp) {
   Gap gap;
-  const std::vector<double> advantage = group_advantages(batch.rewards, batch.group_size);
+  const std::vector<double> advantage =
+      group_advantages(batch.rewards, batch.group_size, options.advantage);
   for (std::size_t i = 0; i < batch.size(); ++i) {
     const Trajectory& t = batch.trajectories[i];
     if (train_logp[i].empty() || batch.is_tainted(i)) continue;
@@ -201,7 +202,7 @@ void put_range(const std::string& name, std::span<const double> values, Comm& co
   m[name + "/min"] = -most[1];
 }
 
-void put_responses(const Batch& batch, Comm& comm, Metrics& m) {
+void put_responses(const Options& options, const Batch& batch, Comm& comm, Metrics& m) {
   std::vector<double> rewards, advantages, prompt, response;
   std::array<double, 4> sums = {};  // cut by length, sequences, flat groups, groups
   for (std::size_t i = 0; i < batch.size(); ++i) {
@@ -218,7 +219,7 @@ void put_responses(const Batch& batch, Comm& comm, Metrics& m) {
     sums[2] += flat;
     sums[3] += 1;
   }
-  advantages = group_advantages(batch.rewards, batch.group_size);
+  advantages = group_advantages(batch.rewards, batch.group_size, options.advantage);
   put_range("critic/score", rewards, comm, m);
   put_range("critic/rewards", rewards, comm, m);
   put_range("critic/advantages", advantages, comm, m);
@@ -236,7 +237,7 @@ Metrics diagnostics(const Options& options, const Batch& batch, const PerToken& 
   Metrics metrics;
   Gap gap = measure(options, batch, train_logp);
   put_gap(gap, comm, metrics);
-  put_responses(batch, comm, metrics);
+  put_responses(options, batch, comm, metrics);
   double tainted = 0;
   for (std::size_t i = 0; i < batch.size(); ++i) tainted += batch.is_tainted(i);
   std::array<double, 1> sum = {tainted};

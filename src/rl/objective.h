@@ -1,5 +1,5 @@
-/// GRPO without torch: a loss is a function of log-probs, and so is its derivative. Whatever must
-/// not carry a gradient is computed before the new policy runs.
+/// GRPO and its relatives without torch: a loss is a function of log-probs, and so is its
+/// derivative. Whatever must not carry a gradient is computed before the new policy runs.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +9,17 @@
 #include "base/metrics.h"
 #include "device/comm.h"
 #include "rl/batch.h"
+#include "rl/correction.h"
 #include "rl/options.h"
 
 namespace lockstep::rl {
 
-/// The loss of one update:
-///   sum over trajectories i and tokens t of  w_it * max(-r A_i, -clip(r) A_i) + beta * KL_it
-/// with r = pi_theta / pi_old, and in w_it the correction, the mask and the denominator.
+/// The loss of one update: over trajectories i and their tokens t, the sum of
+///   surrogate(pi_theta / pi_old, A_i * weight_it / denominator_i) + beta * KL_it / denominator_i.
 class Objective {
  public:
   /// Collective: denominators are over all ranks, so no way to split the batch changes the loss.
+  /// Throws Error where options contradict each other or the batch.
   Objective(const Options& options, const Batch& batch, Comm& comm);
 
   /// The trajectories whose loss is not zero whatever the policy does; the others need no pass.
@@ -32,16 +33,18 @@ class Objective {
 
  private:
   struct Seen {
-    double loss = 0, tokens = 0, clipped_high = 0, clipped_low = 0, log_ratio = 0, kl = 0;
+    double loss = 0, tokens = 0, clipped_high = 0, clipped_low = 0, log_ratio = 0, kl = 0,
+           dropped = 0;
   };
-  void weigh(std::size_t i, double advantage, double denominator);
+  void set_denominators(Comm& comm);
+  double mean_log_ratio(std::size_t i, std::span<const float> logp) const;
 
   Options options_;
   Batch batch_;
+  std::vector<double> advantage_;
+  TokenWeights weights_;
+  std::vector<double> denominator_;  // of each trajectory's tokens
   std::vector<std::size_t> live_;
-  PerToken weight_;     // advantage * correction * mask / denominator; empty where not live
-  PerToken kl_weight_;  // beta * mask / denominator
-  double masked_tokens_ = 0, unknown_tokens_ = 0;
   Seen seen_;
 };
 
