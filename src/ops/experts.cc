@@ -1,0 +1,257 @@
+#include "ops/experts.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/parallel.h"
+#include "ops/round.h"
+
+namespace lockstep::ops {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kGrain = 1 << 14;  // elements worth a task
+
+/// Pairs (token, slot) in the order of their experts.
+struct Sorted {
+  Tensor row_of;                      // int64 [T * K] the sorted row of pair t * K + k
+  Tensor pair_of;                     // int64 [T * K] the way back
+  std::vector<std::int64_t> offsets;  // [E + 1] the rows of each expert
+};
+
+Sorted sort_by_expert(const Tensor& experts, std::int64_t num_experts) {
+  const std::int64_t pairs = experts.numel();
+  const std::int64_t* expert = experts.data_ptr<std::int64_t>();
+  Sorted sorted = {at::empty({pairs}, at::kLong), at::empty({pairs}, at::kLong), {}};
+  sorted.offsets.assign(static_cast<std::size_t>(num_experts) + 1, 0);
+  for (std::int64_t p = 0; p < pairs; ++p)
+    ++sorted.offsets[static_cast<std::size_t>(expert[p]) + 1];
+  for (std::size_t e = 1; e < sorted.offsets.size(); ++e) {
+    sorted.offsets[e] += sorted.offsets[e - 1];
+  }
+  std::vector<std::int64_t> next(sorted.offsets);
+  std::int64_t* row_of = sorted.row_of.data_ptr<std::int64_t>();
+  std::int64_t* pair_of = sorted.pair_of.data_ptr<std::int64_t>();
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    row_of[p] = next[static_cast<std::size_t>(expert[p])]++;
+    pair_of[row_of[p]] = p;
+  }
+  return sorted;
+}
+
+/// out[r] = x[index[r] / divisor].
+Tensor gather_rows(const Tensor& x, const Tensor& index, std::int64_t divisor) {
+  const std::int64_t width = x.size(1);
+  Tensor out = at::empty({index.numel(), width}, at::kFloat);
+  const float* from = x.data_ptr<float>();
+  const std::int64_t* at = index.data_ptr<std::int64_t>();
+  float* to = out.data_ptr<float>();
+  parallel_for(index.numel(), kGrain / width + 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t r = first; r < end; ++r) {
+      std::copy_n(from + at[r] / divisor * width, width, to + r * width);
+    }
+  });
+  return out;
+}
+
+/// One product an expert: y[rows of e] = x[rows of e] * w[e]^T, or * w[e].
+Tensor grouped(const Tensor& x, const Tensor& w, const std::vector<std::int64_t>& offsets,
+               bool transposed) {
+  Tensor y = at::empty({x.size(0), w.size(transposed ? 1 : 2)}, at::kFloat);
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    const std::int64_t count = offsets[e + 1] - offsets[e];
+    if (count == 0) continue;
+    const Tensor matrix = w[static_cast<std::int64_t>(e)];
+    Tensor out = y.narrow(0, offsets[e], count);
+    at::mm_out(out, x.narrow(0, offsets[e], count), transposed ? matrix.t() : matrix);
+  }
+  return y;
+}
+
+/// dw[e] = dy[rows of e]^T * x[rows of e]; zero for an expert without rows.
+Tensor grouped_weight_grad(const Tensor& dy, const Tensor& x,
+                           const std::vector<std::int64_t>& offsets) {
+  const auto experts = static_cast<std::int64_t>(offsets.size()) - 1;
+  Tensor dw = at::empty({experts, dy.size(1), x.size(1)}, at::kFloat);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    const std::int64_t first = offsets[static_cast<std::size_t>(e)];
+    const std::int64_t count = offsets[static_cast<std::size_t>(e) + 1] - first;
+    Tensor out = dw[e];
+    if (count == 0) {
+      out.zero_();
+    } else {
+      at::mm_out(out, dy.narrow(0, first, count).t(), x.narrow(0, first, count));
+    }
+  }
+  return dw;
+}
+
+float sigmoid(float g) { return 1.0f / (1.0f + std::exp(-g)); }
+
+/// Sorted gate-over-up rows [T * K, 2F] -> swiglu in pair order [T * K, F].
+Tensor swiglu(const Tensor& gate_up, const Tensor& row_of, bool bf16) {
+  const std::int64_t f = gate_up.size(1) / 2;
+  Tensor out = at::empty({gate_up.size(0), f}, at::kFloat);
+  const float* from = gate_up.data_ptr<float>();
+  const std::int64_t* row = row_of.data_ptr<std::int64_t>();
+  float* to = out.data_ptr<float>();
+  parallel_for(out.size(0), kGrain / f / 4 + 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t p = first; p < end; ++p) {
+      const float* g = from + row[p] * 2 * f;
+      for (std::int64_t i = 0; i < f; ++i) {
+        const float y = g[i] / (1.0f + std::exp(-g[i])) * g[i + f];
+        to[p * f + i] = bf16 ? round_bf16(y) : y;
+      }
+    }
+  });
+  return out;
+}
+
+/// d gate_up from d swiglu, both sorted.
+Tensor swiglu_backward(const Tensor& gate_up, const Tensor& grad) {
+  const std::int64_t f = grad.size(1);
+  Tensor out = at::empty_like(gate_up);
+  const float* from = gate_up.data_ptr<float>();
+  const float* da = grad.data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  parallel_for(grad.size(0), kGrain / f / 4 + 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t r = first; r < end; ++r) {
+      const float* g = from + r * 2 * f;
+      float* dg = to + r * 2 * f;
+      for (std::int64_t i = 0; i < f; ++i) {
+        const float s = sigmoid(g[i]);
+        const float d = da[r * f + i];
+        dg[i] = d * g[i + f] * s * (1.0f + g[i] * (1.0f - s));
+        dg[i + f] = d * g[i] * s;
+      }
+    }
+  });
+  return out;
+}
+
+/// out[t] = sum over slots, in order, of gate * y; rounded once. Without gates they are one.
+Tensor combine(const Tensor& y, const Tensor& gates, const Tensor& row_of, std::int64_t k,
+               bool bf16) {
+  const std::int64_t width = y.size(1);
+  const std::int64_t tokens = y.size(0) / k;
+  Tensor out = at::empty({tokens, width}, at::kFloat);
+  const float* from = y.data_ptr<float>();
+  const float* gate = gates.defined() ? gates.data_ptr<float>() : nullptr;
+  const std::int64_t* row = row_of.data_ptr<std::int64_t>();
+  float* to = out.data_ptr<float>();
+  parallel_for(tokens, kGrain / width + 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t t = first; t < end; ++t) {
+      float* sum = to + t * width;
+      std::fill_n(sum, width, 0.0f);
+      for (std::int64_t p = t * k; p < (t + 1) * k; ++p) {
+        const float g = gate != nullptr ? gate[p] : 1.0f;
+        const float* part = from + row[p] * width;
+        for (std::int64_t i = 0; i < width; ++i) sum[i] += g * part[i];
+      }
+      if (!bf16) continue;
+      for (std::int64_t i = 0; i < width; ++i) sum[i] = round_bf16(sum[i]);
+    }
+  });
+  return out;
+}
+
+struct CombineGrads {
+  Tensor y;      // [T * K, D] sorted
+  Tensor gates;  // [T, K]
+};
+
+CombineGrads combine_backward(const Tensor& dout, const Tensor& y, const Tensor& gates,
+                              const Tensor& pair_of) {
+  const std::int64_t width = y.size(1);
+  const std::int64_t k = gates.size(1);
+  CombineGrads grads = {at::empty_like(y), at::empty_like(gates)};
+  const float* out = dout.data_ptr<float>();
+  const float* value = y.data_ptr<float>();
+  const float* gate = gates.data_ptr<float>();
+  const std::int64_t* pair = pair_of.data_ptr<std::int64_t>();
+  float* dy = grads.y.data_ptr<float>();
+  float* dgate = grads.gates.data_ptr<float>();
+  parallel_for(y.size(0), kGrain / width + 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t r = first; r < end; ++r) {
+      const std::int64_t p = pair[r];
+      const float* d = out + p / k * width;
+      const float* v = value + r * width;
+      dgate[p] = lane_sum(width, [&](std::int64_t i) { return d[i] * v[i]; });
+      for (std::int64_t i = 0; i < width; ++i) dy[r * width + i] = gate[p] * d[i];
+    }
+  });
+  return grads;
+}
+
+struct Experts : Function<Experts> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gates,
+                        const Tensor& w13, const Tensor& w2, const Tensor& experts,
+                        const SlotRounding& round_slots, bool bf16) {
+    const std::int64_t k = gates.size(1);
+    const Sorted sorted = sort_by_expert(experts, w13.size(0));
+    const Tensor in = gather_rows(x, sorted.pair_of, k);
+    const Tensor gate_up = grouped(in, w13, sorted.offsets, true);
+    const Tensor slots = swiglu(gate_up, sorted.row_of, bf16);
+    if (round_slots) round_slots(slots.view({x.size(0), k * slots.size(1)}));
+    const Tensor down_in = gather_rows(slots, sorted.pair_of, 1);
+    const Tensor down = grouped(down_in, w2, sorted.offsets, true);
+    ctx->save_for_backward(
+        {gates, w13, w2, in, gate_up, down_in, down, sorted.row_of, sorted.pair_of});
+    ctx->saved_data["offsets"] = sorted.offsets;
+    return combine(down, gates, sorted.row_of, k, bf16);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list upstream) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &gates = saved[0], &w13 = saved[1], &w2 = saved[2], &in = saved[3];
+    const Tensor &gate_up = saved[4], &down_in = saved[5], &down = saved[6];
+    const Tensor &row_of = saved[7], &pair_of = saved[8];
+    const auto offsets = ctx->saved_data["offsets"].toIntVector();
+
+    const CombineGrads d = combine_backward(upstream[0].contiguous(), down, gates, pair_of);
+    const Tensor dw2 = grouped_weight_grad(d.y, down_in, offsets);
+    const Tensor dgate_up = swiglu_backward(gate_up, grouped(d.y, w2, offsets, false));
+    const Tensor dw13 = grouped_weight_grad(dgate_up, in, offsets);
+    const Tensor din = grouped(dgate_up, w13, offsets, false);
+    const Tensor dx = combine(din, Tensor(), row_of, gates.size(1), false);
+    const Tensor none;
+    return {dx, d.gates, dw13, dw2, none, none, none};
+  }
+};
+
+}  // namespace
+
+Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
+               const Tensor& experts, const SlotRounding& round_slots, bool bf16) {
+  return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16);
+}
+
+Tensor choose_experts(const Tensor& p, std::int64_t k) {
+  const std::int64_t tokens = p.size(0);
+  const std::int64_t experts = p.size(1);
+  Tensor out = at::empty({tokens, k}, at::kLong);
+  const float* row = p.data_ptr<float>();
+  std::int64_t* to = out.data_ptr<std::int64_t>();
+  parallel_for(tokens, 512, [&](std::int64_t first, std::int64_t end) {
+    std::vector<std::uint8_t> taken(static_cast<std::size_t>(experts));
+    for (std::int64_t t = first; t < end; ++t) {
+      std::fill(taken.begin(), taken.end(), std::uint8_t{0});
+      for (std::int64_t j = 0; j < k; ++j) {
+        std::int64_t best = -1;
+        for (std::int64_t e = 0; e < experts; ++e) {
+          if (taken[static_cast<std::size_t>(e)] != 0) continue;
+          if (best < 0 || row[t * experts + e] > row[t * experts + best]) best = e;
+        }
+        taken[static_cast<std::size_t>(best)] = 1;
+        to[t * k + j] = best;
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace lockstep::ops

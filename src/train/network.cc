@@ -1,0 +1,203 @@
+#include "train/network.h"
+
+#include <algorithm>
+
+#include "ops/attention.h"
+#include "ops/experts.h"
+
+namespace lockstep::train {
+namespace {
+
+using at::Tensor;
+using Role = WeightId::Role;
+
+// Logits that are held at once, in numbers.
+constexpr std::int64_t kLogits = std::int64_t{1} << 25;
+
+/// A leaf over the compute weights that lie from `id` on, whose gradient lies in the same place of
+/// Parameters::grads.
+Tensor leaf(const Parameters& parameters, const WeightId& id, at::IntArrayRef shape) {
+  const std::int64_t offset = parameters.slot(id).offset;
+  Tensor weight = at::from_blob(parameters.compute.data() + offset, shape, at::kFloat);
+  weight.requires_grad_(true);
+  weight.mutable_grad() = at::from_blob(parameters.grads.data() + offset, shape, at::kFloat);
+  return weight;
+}
+
+Tensor int64_tensor(const std::vector<std::int64_t>& values) {
+  return at::from_blob(const_cast<std::int64_t*>(values.data()),
+                       {static_cast<std::int64_t>(values.size())}, at::kLong);
+}
+
+}  // namespace
+
+Network::Network(const ModelConfig& config, const Parameters& parameters, bool bf16)
+    : config_(config),
+      bf16_(bf16),
+      rope_(config.max_positions, config.head_dim, config.rope_theta) {
+  const std::int64_t d = config.hidden;
+  const std::int64_t c = config.head_dim;
+  const std::int64_t e = config.num_experts;
+  const std::int64_t f = config.expert_width;
+  for (std::int32_t i = 0; i < config.num_layers; ++i) {
+    const auto at = [&](Role role, at::IntArrayRef shape) {
+      return leaf(parameters, {role, Layer{i}, {}}, shape);
+    };
+    layers_.push_back({.attention_norm = at(Role::kAttentionNorm, {d}),
+                       .qkv = at(Role::kQ, {config.q_width() + 2 * config.kv_width(), d}),
+                       .o = at(Role::kO, {d, config.q_width()}),
+                       .q_norm = at(Role::kQNorm, {c}),
+                       .k_norm = at(Role::kKNorm, {c}),
+                       .mlp_norm = at(Role::kMlpNorm, {d}),
+                       .router = at(Role::kRouter, {e, d}),
+                       .w13 = at(Role::kGateUp, {e, 2 * f, d}),
+                       .w2 = at(Role::kDown, {e, d, f})});
+  }
+  const Role head = config.tied_embeddings ? Role::kEmbedding : Role::kHead;
+  embedding_ = leaf(parameters, {Role::kEmbedding, {}, {}}, {config.vocabulary, d});
+  final_norm_ = leaf(parameters, {Role::kFinalNorm, {}, {}}, {d});
+  head_ = leaf(parameters, {head, {}, {}}, {config.vocabulary, d});
+  embedding_grad_ = embedding_.grad();
+  head_grad_ = head_.grad();
+  embedding_ = embedding_.detach();
+  head_ = head_.detach();
+}
+
+Tensor Network::embed(const Pack& pack) const {
+  Tensor h = at::empty({pack.rows(), config_.hidden}, at::kFloat);
+  const float* from = embedding_.data_ptr<float>();
+  float* to = h.data_ptr<float>();
+  for (std::size_t t = 0; t < pack.token.size(); ++t) {
+    to = std::copy_n(from + std::int64_t{pack.token[t]} * config_.hidden, config_.hidden, to);
+  }
+  return h;
+}
+
+void Network::embed_backward(const Tensor& dh, const Pack& pack) const {
+  const float* from = dh.data_ptr<float>();
+  float* to = embedding_grad_.data_ptr<float>();
+  const std::int64_t d = config_.hidden;
+  for (std::size_t t = 0; t < pack.token.size(); ++t) {
+    float* row = to + pack.token[t] * d;
+    const float* grad = from + static_cast<std::int64_t>(t) * d;
+    for (std::int64_t i = 0; i < d; ++i) row[i] += grad[i];
+  }
+}
+
+Tensor Network::attention(std::int32_t layer, const Tensor& h, const Pack& pack,
+                          const Sites& sites) const {
+  const LayerWeights& w = layers_[static_cast<std::size_t>(layer)];
+  const Tensor positions =
+      at::from_blob(const_cast<std::int32_t*>(pack.position.data()), {pack.rows()}, at::kInt);
+  const Tensor x = ops::rms_norm(h, w.attention_norm, config_.rms_eps, bf16_);
+  const ops::Heads heads =
+      ops::split_heads(ops::linear(x, w.qkv, bf16_), w.q_norm, w.k_norm, rope_, positions,
+                       {.heads = config_.num_heads,
+                        .kv_heads = config_.num_kv_heads,
+                        .head_dim = config_.head_dim,
+                        .eps = config_.rms_eps,
+                        .bf16 = bf16_});
+  const Tensor k = sites.kv({Layer{layer}, Site::kK}, heads.k);
+  const Tensor v = sites.kv({Layer{layer}, Site::kV}, heads.v);
+  const Tensor o = ops::attention(heads.q, k, v, pack.blocks,
+                                  {.heads = config_.num_heads,
+                                   .kv_heads = config_.num_kv_heads,
+                                   .head_dim = config_.head_dim,
+                                   .bf16 = bf16_});
+  return ops::linear(o, w.o, bf16_);
+}
+
+Tensor Network::mlp(std::int32_t layer, const Tensor& h, const Sites& sites) const {
+  const LayerWeights& w = layers_[static_cast<std::size_t>(layer)];
+  const Tensor x = ops::rms_norm(h, w.mlp_norm, config_.rms_eps, bf16_);
+  // The selection is constant; gates carry the gradient, through the chosen experts' logits where
+  // they are normalised and through all of them where they are not.
+  const Tensor p = ops::linear(x, w.router, false).softmax(-1);
+  const Tensor chosen = sites.experts(Layer{layer}, p.detach());
+  Tensor gates = p.gather(1, chosen);
+  if (config_.normalize_gates) gates = gates / gates.sum(1, true);
+  return ops::experts(sites.w13_in(Layer{layer}, x), gates, w.w13, w.w2, chosen,
+                      sites.w2_in(Layer{layer}), bf16_);
+}
+
+Tensor Network::layer(std::int32_t layer, const Tensor& h, const Pack& pack,
+                      const Sites& sites) const {
+  const Tensor mid = ops::add(h, attention(layer, h, pack, sites), bf16_);
+  return ops::add(mid, mlp(layer, mid, sites), bf16_);
+}
+
+namespace {
+
+/// Calls body(first, rows) on runs of rows whose logits fit.
+template <typename Body>
+void by_logits(std::int64_t rows, std::int64_t vocabulary, Body&& body) {
+  const std::int64_t step = std::max<std::int64_t>(kLogits / vocabulary, 1);
+  for (std::int64_t first = 0; first < rows; first += step) {
+    body(first, std::min(step, rows - first));
+  }
+}
+
+/// logits / temperature of rows [first, first + rows).
+Tensor scaled_logits(const Tensor& normed, const Tensor& head, const Pack& pack, std::int64_t first,
+                     std::int64_t rows) {
+  const Tensor temperature =
+      at::from_blob(const_cast<float*>(pack.temperature.data()) + first, {rows, 1}, at::kFloat);
+  return at::mm(normed.narrow(0, first, rows), head.t()).div_(temperature);
+}
+
+}  // namespace
+
+Scores Network::score(const Tensor& h, const Pack& pack, bool with_grad) const {
+  const auto rows = static_cast<std::int64_t>(pack.scored_row.size());
+  Scores scores;
+  scores.logp.resize(pack.scored_row.size());
+  scores.x = h.detach().index_select(0, int64_tensor(pack.scored_row));
+  scores.log_sum = at::empty({rows}, at::kFloat);
+  scores.x.requires_grad_(with_grad);
+  {
+    const at::AutoGradMode mode(with_grad);
+    scores.normed = ops::rms_norm(scores.x, final_norm_, config_.rms_eps, bf16_);
+  }
+  const at::AutoGradMode none(false);
+  const Tensor tokens = int64_tensor(pack.scored_token);
+  by_logits(rows, config_.vocabulary, [&](std::int64_t first, std::int64_t count) {
+    const Tensor logits = scaled_logits(scores.normed, head_, pack, first, count);
+    const Tensor all = at::log_softmax(logits, -1);
+    const Tensor chosen =
+        all.gather(1, tokens.narrow(0, first, count).unsqueeze(1)).squeeze(1).contiguous();
+    std::copy_n(chosen.data_ptr<float>(), count, scores.logp.begin() + first);
+    scores.log_sum.narrow(0, first, count).copy_(at::logsumexp(logits, -1));
+    scores.entropy -= (all.exp() * all).sum(at::kDouble).item<double>();
+  });
+  return scores;
+}
+
+Tensor Network::score_backward(const Scores& scores, const Pack& pack,
+                               std::span<const float> dlogp) const {
+  const auto rows = static_cast<std::int64_t>(pack.scored_row.size());
+  Tensor dnormed = at::empty_like(scores.normed);
+  {
+    const at::AutoGradMode none(false);
+    const Tensor tokens = int64_tensor(pack.scored_token);
+    const Tensor upstream = at::from_blob(const_cast<float*>(dlogp.data()), {rows, 1}, at::kFloat);
+    by_logits(rows, config_.vocabulary, [&](std::int64_t first, std::int64_t count) {
+      // d logp / d logits = (one-hot - softmax) / temperature
+      Tensor d = scaled_logits(scores.normed, head_, pack, first, count);
+      d.sub_(scores.log_sum.narrow(0, first, count).unsqueeze(1)).exp_().neg_();
+      d.scatter_add_(1, tokens.narrow(0, first, count).unsqueeze(1), at::ones({count, 1}));
+      d.mul_(upstream.narrow(0, first, count));
+      d.div_(at::from_blob(const_cast<float*>(pack.temperature.data()) + first, {count, 1},
+                           at::kFloat));
+      Tensor out = dnormed.narrow(0, first, count);
+      at::mm_out(out, d, head_);
+      Tensor grad = head_grad_;
+      grad.addmm_(d.t(), scores.normed.detach().narrow(0, first, count));
+    });
+  }
+  scores.normed.backward(dnormed);
+  Tensor dh = at::zeros({pack.rows(), config_.hidden}, at::kFloat);
+  // Rows are distinct: a copy, not a sum.
+  return dh.index_copy_(0, int64_tensor(pack.scored_row), scores.x.grad());
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,92 @@
+#include "train/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <vector>
+
+#include "base/parallel.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr std::int64_t kChunk = 1 << 14;
+
+double decayed(const Options& options, std::int64_t update) {
+  const std::int64_t length = options.decay_updates - options.warmup_updates;
+  if (options.decay == Decay::kConstant || length <= 0) return 1.0;
+  const double way = std::clamp(
+      static_cast<double>(update - options.warmup_updates) / static_cast<double>(length), 0.0, 1.0);
+  const double left =
+      options.decay == Decay::kLinear ? 1.0 - way : 0.5 * (1.0 + std::cos(std::numbers::pi * way));
+  return options.min_lr_fraction + (1.0 - options.min_lr_fraction) * left;
+}
+
+}  // namespace
+
+double learning_rate(const Options& options, std::int64_t update) {
+  if (update < options.warmup_updates) {
+    return options.lr * static_cast<double>(update + 1) /
+           static_cast<double>(options.warmup_updates);
+  }
+  return options.lr * decayed(options, update);
+}
+
+void sum_gradients(const Parameters& parameters, Comm& comm) {
+  if (comm.size() == 1) return;
+  const std::span<float> grads = parameters.grads.all();
+  std::vector<double> part;
+  for (std::size_t first = 0; first < grads.size(); first += std::size_t{1} << 20) {
+    const std::span<float> here =
+        grads.subspan(first, std::min(grads.size() - first, std::size_t{1} << 20));
+    part.assign(here.begin(), here.end());
+    comm.sum(part);
+    std::ranges::transform(part, here.begin(), [](double x) { return static_cast<float>(x); });
+  }
+}
+
+double gradient_norm(const Parameters& parameters) {
+  const std::int64_t n = parameters.size();
+  const float* grad = parameters.grads.data();
+  std::vector<double> parts(static_cast<std::size_t>((n + kChunk - 1) / kChunk));
+  parallel_for(static_cast<std::int64_t>(parts.size()), 1, [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t c = from; c < to; ++c) {
+      double sum = 0.0;
+      for (std::int64_t i = c * kChunk; i < std::min(n, (c + 1) * kChunk); ++i) {
+        sum += static_cast<double>(grad[i]) * static_cast<double>(grad[i]);
+      }
+      parts[static_cast<std::size_t>(c)] = sum;
+    }
+  });
+  double sum = 0.0;
+  for (const double part : parts) sum += part;
+  return std::sqrt(sum);
+}
+
+void adamw(Parameters& parameters, const Options& options, std::int64_t update, double scale) {
+  const double step = static_cast<double>(update + 1);
+  const double lr = learning_rate(options, update);
+  const auto beta1 = static_cast<float>(options.beta1);
+  const auto beta2 = static_cast<float>(options.beta2);
+  const auto rest1 = static_cast<float>(1.0 - options.beta1);
+  const auto rest2 = static_cast<float>(1.0 - options.beta2);
+  const auto keep = static_cast<float>(1.0 - lr * options.weight_decay);
+  const auto rate = static_cast<float>(lr / (1.0 - std::pow(options.beta1, step)));
+  const auto root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(options.beta2, step)));
+  const auto eps = static_cast<float>(options.eps);
+  const auto clip = static_cast<float>(scale);
+  float* w = parameters.masters.data();
+  float* m = parameters.moment1.data();
+  float* v = parameters.moment2.data();
+  const float* grad = parameters.grads.data();
+  parallel_for(parameters.size(), kChunk, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t i = first; i < end; ++i) {
+      const float g = grad[i] * clip;
+      m[i] = beta1 * m[i] + rest1 * g;
+      v[i] = beta2 * v[i] + rest2 * g * g;
+      w[i] = w[i] * keep - rate * m[i] / (std::sqrt(v[i]) * root + eps);
+    }
+  });
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "device/comm.h"
+#include "train/parameters.h"
+#include "train/trainer.h"
+
+namespace lockstep::train {
+
+/// The learning rate of update number `update`, counted from 0: a linear rise over the first
+/// `warmup_updates`, then the decay, which ends at `decay_updates` and stays there.
+double learning_rate(const Options& options, std::int64_t update);
+
+/// Adds the gradients of all ranks in rank order. Collective.
+void sum_gradients(const Parameters& parameters, Comm& comm);
+
+/// The global norm of the gradients, in double and a fixed order.
+double gradient_norm(const Parameters& parameters);
+
+/// AdamW with decoupled weight decay on every weight, in FP32: update number `update`, counted from
+/// 0, with gradients multiplied by `scale`.
+void adamw(Parameters& parameters, const Options& options, std::int64_t update, double scale);
+
+}  // namespace lockstep::train

@@ -1,0 +1,223 @@
+#include "train/parameters.h"
+
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/parallel.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "model/names.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr std::int64_t kAlign = 16;  // floats: 64 bytes
+
+/// The order in memory: by layer, q, k and v together, then all gate_ups, then all downs.
+auto memory_order(const WeightId& id) {
+  const bool of_a_layer = of_layer(id.role);
+  const int group = of_a_layer ? 1 : id.role == WeightId::Role::kEmbedding ? 0 : 2;
+  return std::tuple(group, of_a_layer ? id.layer.value : 0, static_cast<int>(id.role),
+                    of_expert(id.role) ? id.expert.value : 0);
+}
+
+/// Continues what came before without a gap.
+bool continues(const WeightId& id) {
+  return id.role == WeightId::Role::kK || id.role == WeightId::Role::kV ||
+         (of_expert(id.role) && id.expert.value > 0);
+}
+
+}  // namespace
+
+Floats::Floats(std::int64_t size)
+    : data_(static_cast<float*>(
+          std::aligned_alloc(64, (static_cast<std::size_t>(size) * sizeof(float) + 64) / 64 * 64))),
+      size_(size) {
+  if (!data_) throw std::bad_alloc();
+  std::fill_n(data_.get(), size, 0.0f);
+}
+
+Parameters::Parameters(const ModelConfig& config, Numbers numbers)
+    : numbers_(std::move(numbers)),
+      total_(place(slots_, 0, config)),
+      masters(total_),
+      compute(total_),
+      grads(total_),
+      moment1(total_),
+      moment2(total_) {
+  for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;
+}
+
+std::int64_t Parameters::place(std::vector<Slot>& slots, std::int64_t offset,
+                               const ModelConfig& config) {
+  for (const WeightId& id : weight_ids(config)) {
+    const auto [rows, cols] = weight_shape(config, id.role);
+    slots.push_back({id, 0, rows, cols});
+  }
+  std::vector<Slot*> order;
+  for (Slot& slot : slots) order.push_back(&slot);
+  std::ranges::sort(order, {}, [](const Slot* slot) { return memory_order(slot->id); });
+  for (Slot* slot : order) {
+    if (!continues(slot->id)) offset = (offset + kAlign - 1) / kAlign * kAlign;
+    slot->offset = offset;
+    offset += slot->rows * slot->cols;
+  }
+  return offset;
+}
+
+const Slot& Parameters::slot(const WeightId& id) const {
+  const auto found = index_.find(id);
+  if (found == index_.end()) throw Error("the model has no weight " + to_string(id));
+  return slots_[found->second];
+}
+
+std::span<float> Parameters::of(const Floats& numbers, const Slot& slot) const {
+  return numbers.all().subspan(static_cast<std::size_t>(slot.offset), slot.count());
+}
+
+namespace {
+
+/// Master -> codes -> what the codes are worth: what sync sends, seen from this side.
+void fake_quantize(std::span<const float> master, std::span<float> out, const Slot& slot,
+                   const Quantizer& rule) {
+  const std::int64_t cols = slot.cols;
+  const std::int64_t blocks = cols / rule.block;
+  std::vector<std::uint8_t> codes(slot.count() / 2);
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(slot.rows * blocks));
+  float global = 0.0f;
+  const PackedView<std::uint8_t> packed = {
+      .codes = {codes.data(), {slot.rows, cols / 2}, {cols / 2, 1}},
+      .scales = {scales.data(), {slot.rows, blocks}, {blocks, 1}},
+      .global = {&global, {slot.rows}, {0}}};
+  try {
+    kernels::quantize_weight({master.data(), {slot.rows, cols}, {cols, 1}}, rule, packed);
+  } catch (const Error& error) {
+    throw Error(to_string(slot.id) + ": " + error.what());
+  }
+  kernels::dequantize(
+      {.codes = packed, .rule = rule, .f32 = {out.data(), {slot.rows, cols}, {cols, 1}}});
+}
+
+}  // namespace
+
+void Parameters::refresh() {
+  parallel_for(static_cast<std::int64_t>(slots_.size()), 1,
+               [&](std::int64_t first, std::int64_t end) {
+                 for (std::int64_t i = first; i < end; ++i) {
+                   const Slot& slot = slots_[static_cast<std::size_t>(i)];
+                   const std::span<float> master = of(masters, slot);
+                   const std::span<float> out = of(compute, slot);
+                   if (numbers_.fp4_experts && of_expert(slot.id.role) &&
+                       numbers_.contract.layers.has(slot.id.layer)) {
+                     fake_quantize(master, out, slot, numbers_.contract.weight);
+                   } else if (numbers_.bf16) {
+                     std::ranges::transform(master, out.begin(),
+                                            [](float x) { return to_float(to_bf16(x)); });
+                   } else {
+                     std::ranges::copy(master, out.begin());
+                   }
+                 }
+               });
+}
+
+namespace {
+
+class MastersSource final : public WeightSource {
+ public:
+  explicit MastersSource(const Parameters& parameters) : parameters_(parameters) {}
+
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    for (const Slot& slot : parameters_.slots()) {
+      const float* data = parameters_.of(parameters_.masters, slot).data();
+      visit({slot.id, TensorView<const float, 2>{data, {slot.rows, slot.cols}, {slot.cols, 1}}});
+    }
+  }
+
+ private:
+  const Parameters& parameters_;
+};
+
+class MastersSink final : public WeightSink {
+ public:
+  MastersSink(Parameters& parameters, std::function<void()> committed)
+      : parameters_(parameters), committed_(std::move(committed)) {}
+
+  void begin(WeightVersion, ContractId) override {
+    missing_.emplace();
+    for (const Slot& slot : parameters_.slots()) missing_->insert(slot.id);
+  }
+
+  void put(const Weight& weight) override {
+    if (!missing_) throw Error("put before begin: " + to_string(weight.id));
+    const Slot& slot = parameters_.slot(weight.id);
+    const std::span<float> to = parameters_.of(parameters_.masters, slot);
+    if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) {
+      copy(slot, *f32, to, [](float x) { return x; });
+    } else if (const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value)) {
+      copy(slot, *bf16, to, [](Bf16 x) { return to_float(x); });
+    } else {
+      throw Error(to_string(slot.id) + ": FP4 codes cannot become masters; give BF16 or FP32");
+    }
+    missing_->erase(weight.id);
+  }
+
+  std::vector<std::uint32_t> commit() override {
+    if (!missing_) throw Error("commit before begin");
+    if (!missing_->empty()) {
+      throw Error(std::to_string(missing_->size()) + " weights are missing, the first is " +
+                  to_string(*missing_->begin()));
+    }
+    missing_.reset();
+    committed_();
+    std::vector<std::uint32_t> crcs;
+    for (const Slot& slot : parameters_.slots()) {
+      crcs.push_back(crc32c(std::as_bytes(parameters_.of(parameters_.masters, slot))));
+    }
+    return crcs;
+  }
+
+ private:
+  template <typename T, typename Convert>
+  static void copy(const Slot& slot, const TensorView<const T, 2>& from, std::span<float> to,
+                   Convert&& convert) {
+    if (from.shape[0] != slot.rows || from.shape[1] != slot.cols) {
+      throw Error(to_string(slot.id) + " is [" + std::to_string(from.shape[0]) + ", " +
+                  std::to_string(from.shape[1]) + "], the config says [" +
+                  std::to_string(slot.rows) + ", " + std::to_string(slot.cols) + "]");
+    }
+    for (std::int64_t r = 0; r < slot.rows; ++r) {
+      for (std::int64_t c = 0; c < slot.cols; ++c) {
+        const float x = convert(from.data[r * from.stride[0] + c * from.stride[1]]);
+        if (!is_finite(x)) {
+          throw Error(to_string(slot.id) + "[" + std::to_string(r) + ", " + std::to_string(c) +
+                      "] is not finite; the checkpoint is damaged");
+        }
+        to[static_cast<std::size_t>(r * slot.cols + c)] = x;
+      }
+    }
+  }
+
+  Parameters& parameters_;
+  std::function<void()> committed_;
+  std::optional<std::set<WeightId>> missing_;  // set between begin and commit
+};
+
+}  // namespace
+
+std::unique_ptr<WeightSource> masters_source(const Parameters& parameters) {
+  return std::make_unique<MastersSource>(parameters);
+}
+
+std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed) {
+  return std::make_unique<MastersSink>(parameters, std::move(committed));
+}
+
+}  // namespace lockstep::train

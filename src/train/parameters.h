@@ -1,0 +1,88 @@
+/// All weights of a model in one FP32 array, so that an optimizer step, a norm or a checkpoint is a
+/// loop over numbers. Projections that share an input lie together: q, k and v are one matrix, and
+/// the experts of a layer are one stack.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "contract/contract.h"
+#include "model/config.h"
+#include "model/weights.h"
+
+namespace lockstep::train {
+
+/// Zeroed numbers at a fixed alignment: products of the same operands then have the same bits from
+/// run to run.
+class Floats {
+ public:
+  explicit Floats(std::int64_t size);
+  float* data() const { return data_.get(); }
+  std::int64_t size() const { return size_; }
+  std::span<float> all() const { return {data_.get(), static_cast<std::size_t>(size_)}; }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { std::free(data); }
+  };
+  std::unique_ptr<float, Free> data_;
+  std::int64_t size_;
+};
+
+struct Slot {
+  WeightId id;
+  std::int64_t offset = 0;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+
+  std::size_t count() const { return static_cast<std::size_t>(rows * cols); }
+};
+
+class Parameters {
+ public:
+  /// Which of them compute with FP4 values, and whether the others with BF16 values.
+  struct Numbers {
+    Contract contract;
+    bool fp4_experts = false;
+    bool bf16 = true;
+  };
+
+  Parameters(const ModelConfig& config, Numbers numbers);
+
+  const std::vector<Slot>& slots() const { return slots_; }  // in weight_ids order
+  const Slot& slot(const WeightId& id) const;
+  std::span<float> of(const Floats& numbers, const Slot& slot) const;
+
+  /// Makes the compute weights from the masters: rounded to BF16, routed experts on to FP4 by the
+  /// contract's own quantizer. Once an update, whatever the number of passes.
+  /// Throws Error naming the weight that is not finite.
+  void refresh();
+
+  std::int64_t size() const { return masters.size(); }
+
+ private:
+  std::int64_t place(std::vector<Slot>& slots, std::int64_t offset, const ModelConfig& config);
+
+  Numbers numbers_;
+  std::vector<Slot> slots_;
+  std::map<WeightId, std::size_t> index_;
+  std::int64_t total_ = 0;
+
+ public:
+  Floats masters;
+  Floats compute;
+  Floats grads;
+  Floats moment1;
+  Floats moment2;
+};
+
+/// Masters as a source, and what takes initial weights into them.
+std::unique_ptr<WeightSource> masters_source(const Parameters& parameters);
+std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed);
+
+}  // namespace lockstep::train

@@ -1,0 +1,96 @@
+#include "train/sites.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/parallel.h"
+
+namespace lockstep::train {
+
+using at::Tensor;
+
+Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
+             Tally* tally)
+    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally) {}
+
+Sites::Read Sites::read(Place place, Encoding encoding) const {
+  const auto rows = static_cast<std::size_t>(pack_.rows());
+  Read read = {agreement_.layout(place, encoding), {}, {}};
+  const auto width = static_cast<std::size_t>(read.layout.bytes());
+  read.bytes.resize(rows * width);
+  read.present.resize(rows);
+  if (pack_.keys.empty()) return read;
+
+  // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
+  const bool same = pack_.keys.size() == rows;
+  std::vector<std::uint8_t> bytes(same ? 0 : pack_.keys.size() * width);
+  std::vector<std::uint8_t> present(same ? 0 : pack_.keys.size());
+  std::vector<std::uint8_t>& to = same ? read.bytes : bytes;
+  std::vector<std::uint8_t>& there = same ? read.present : present;
+  trace_->read(pack_.keys, agreement_.contract.id(),
+               {place, read.layout, std::as_writable_bytes(std::span(to))}, there);
+  if (same) return read;
+  for (std::size_t i = 0; i < pack_.keys.size(); ++i) {
+    const auto row = static_cast<std::size_t>(pack_.key_row[i]);
+    read.present[row] = present[i];
+    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(i * width), width,
+                read.bytes.begin() + static_cast<std::ptrdiff_t>(row * width));
+  }
+  return read;
+}
+
+Tensor Sites::w13_in(Layer, const Tensor& x) const { return x; }
+
+ops::SlotRounding Sites::w2_in(Layer) const { return {}; }
+
+Tensor Sites::kv(Place, const Tensor& x) const { return x; }
+
+namespace {
+
+/// Copies a record's experts; false where they are not K distinct ones, which no router wrote.
+bool decode(const std::uint8_t* record, Encoding encoding, std::int64_t k, std::int64_t experts,
+            std::int64_t* out) {
+  for (std::int64_t j = 0; j < k; ++j) {
+    out[j] = encoding == Encoding::kExperts8 ? record[j] : record[2 * j] | record[2 * j + 1] << 8;
+    if (out[j] >= experts || std::find(out, out + j, out[j]) != out + j) return false;
+  }
+  return true;
+}
+
+bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
+  return std::all_of(a, a + k, [&](std::int64_t e) { return std::find(b, b + k, e) != b + k; });
+}
+
+}  // namespace
+
+Tensor Sites::experts(Layer layer, const Tensor& p) const {
+  const Place place = {layer, Site::kRouter};
+  const std::int64_t k = agreement_.model.experts_per_token;
+  Tensor chosen = ops::choose_experts(p, k);
+  const Encoding encoding = agreement_.encoding(place);
+  if (trace_ == nullptr || encoding == Encoding::kNone) return chosen;
+
+  const Read records = read(place, encoding);
+  const auto width = static_cast<std::size_t>(records.layout.bytes());
+  std::int64_t* native = chosen.data_ptr<std::int64_t>();
+  std::vector<std::int64_t> recorded(static_cast<std::size_t>(k));
+  std::int64_t followed = 0, mismatched = 0;
+  for (std::size_t t = 0; t < records.present.size(); ++t) {
+    std::int64_t* row = native + static_cast<std::int64_t>(t) * k;
+    if (records.present[t] == 0 ||
+        !decode(&records.bytes[t * width], encoding, k, p.size(1), recorded.data())) {
+      continue;
+    }
+    ++followed;
+    mismatched += same_set(row, recorded.data(), k) ? 0 : 1;
+    std::ranges::copy(recorded, row);
+  }
+  if (tally_ != nullptr) {
+    tally_->routes_followed += followed;
+    tally_->routes_absent += pack_.rows() - followed;
+    tally_->routes_mismatched += mismatched;
+  }
+  return chosen;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,408 @@
+#include "train/trainer.h"
+
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include <cmath>
+#include <map>
+#include <random>
+#include <string>
+
+#include "base/error.h"
+#include "model/names.h"
+
+namespace lockstep::train {
+namespace {
+
+using at::Tensor;
+using Role = WeightId::Role;
+using Weights = std::map<WeightId, Tensor>;
+
+ModelConfig small_model(bool tied = false) {
+  ModelConfig config;
+  config.num_layers = 2;
+  config.hidden = 32;
+  config.expert_width = 16;
+  config.num_experts = 6;
+  config.experts_per_token = 2;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = 16;
+  config.vocabulary = 40;
+  config.max_positions = 64;
+  config.rope_theta = 1e4;
+  config.tied_embeddings = tied;
+  return config;
+}
+
+Weights random_weights(const ModelConfig& config, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  Weights weights;
+  for (const WeightId& id : weight_ids(config)) {
+    const auto shape = weight_shape(config, id.role);
+    Tensor w = at::empty({shape[0], shape[1]}, at::kFloat);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(shape[1]));
+    for (std::int64_t i = 0; i < w.numel(); ++i) {
+      // Norms are near one, everything else keeps the size of what it reads.
+      const float x = normal(random);
+      w.data_ptr<float>()[i] = shape[0] == 1 ? 1.0f + 0.1f * x : scale * x;
+    }
+    weights[id] = w;
+  }
+  return weights;
+}
+
+void give(const Weights& weights, const ModelConfig& config, WeightSink& sink) {
+  sink.begin(WeightVersion{0}, ContractId{0});
+  for (const WeightId& id : weight_ids(config)) {
+    const Tensor& w = weights.at(id);
+    sink.put({id, TensorView<const float, 2>{
+                      w.data_ptr<float>(), {w.size(0), w.size(1)}, {w.size(1), 1}}});
+  }
+  sink.commit();
+}
+
+Weights take(const WeightSource& source) {
+  Weights weights;
+  source.each([&](const Weight& weight) {
+    const auto view = std::get<TensorView<const float, 2>>(weight.value);
+    weights[weight.id] =
+        at::from_blob(const_cast<float*>(view.data), {view.shape[0], view.shape[1]}, at::kFloat)
+            .clone();
+  });
+  return weights;
+}
+
+std::vector<Trajectory> random_batch(const ModelConfig& config, std::vector<int> lengths,
+                                     float temperature = 0.7f) {
+  std::mt19937_64 random(7);
+  std::vector<Trajectory> batch;
+  for (const int length : lengths) {
+    Trajectory t;
+    t.prompt = PromptId{static_cast<std::int64_t>(batch.size())};
+    t.sampling.temperature = temperature;
+    for (int i = 0; i < length; ++i) {
+      t.tokens.push_back(static_cast<Token>(random() % static_cast<unsigned>(config.vocabulary)));
+      t.response_mask.push_back(i >= length / 3 && i > 0 ? 1 : 0);
+    }
+    batch.push_back(t);
+  }
+  return batch;
+}
+
+// The network once more, in plain tensor operations on one sequence, for autograd.
+
+Tensor plain_norm(const Tensor& x, const Tensor& w, double eps) {
+  return x * (x.pow(2).mean(-1, true) + eps).rsqrt() * w.squeeze(0);
+}
+
+Tensor plain_rope(const Tensor& x, double theta) {  // [H, T, C]
+  const std::int64_t c = x.size(2);
+  const Tensor frequency = at::pow(theta, at::arange(0, c, 2, at::kDouble) / -c);
+  const Tensor angle = at::outer(at::arange(x.size(1), at::kDouble), frequency);
+  const Tensor both = at::cat({angle, angle}, 1);
+  const Tensor turned = at::cat({-x.narrow(2, c / 2, c / 2), x.narrow(2, 0, c / 2)}, 2);
+  return x * both.cos().to(at::kFloat) + turned * both.sin().to(at::kFloat);
+}
+
+Tensor plain_attention(const ModelConfig& m, const Weights& w, Layer layer, const Tensor& h) {
+  const auto at = [&](Role role) { return w.at({role, layer, {}}); };
+  const std::int64_t t = h.size(0), c = m.head_dim;
+  const Tensor x = plain_norm(h, at(Role::kAttentionNorm), m.rms_eps);
+  const auto heads = [&](Role role, std::int64_t n) {
+    return x.mm(at(role).t()).view({t, n, c}).transpose(0, 1);
+  };
+  const Tensor q = plain_rope(plain_norm(heads(Role::kQ, m.num_heads), at(Role::kQNorm), m.rms_eps),
+                              m.rope_theta);
+  Tensor k = plain_rope(plain_norm(heads(Role::kK, m.num_kv_heads), at(Role::kKNorm), m.rms_eps),
+                        m.rope_theta);
+  const std::int64_t group = m.num_heads / m.num_kv_heads;
+  k = k.repeat_interleave(group, 0);
+  const Tensor v = heads(Role::kV, m.num_kv_heads).repeat_interleave(group, 0);
+  const Tensor later = at::ones({t, t}, at::kBool).triu(1);
+  const Tensor scores = (q.matmul(k.transpose(1, 2)) / std::sqrt(static_cast<double>(c)))
+                            .masked_fill(later, -INFINITY);
+  const Tensor o = scores.softmax(-1).matmul(v).transpose(0, 1).reshape({t, m.q_width()});
+  return o.mm(at(Role::kO).t());
+}
+
+Tensor plain_mlp(const ModelConfig& m, const Weights& w, Layer layer, const Tensor& h,
+                 const Tensor& routes) {
+  const Tensor x = plain_norm(h, w.at({Role::kMlpNorm, layer, {}}), m.rms_eps);
+  const Tensor p = x.mm(w.at({Role::kRouter, layer, {}}).t()).softmax(-1);
+  const Tensor chosen =
+      routes.defined() ? routes : std::get<1>(p.detach().topk(m.experts_per_token));
+  Tensor gates = p.gather(1, chosen);
+  if (m.normalize_gates) gates = gates / gates.sum(1, true);
+  Tensor out = at::zeros_like(x);
+  for (std::int32_t e = 0; e < m.num_experts; ++e) {
+    const Tensor gate = (gates * (chosen == e)).sum(1, true);
+    const Tensor gate_up = x.mm(w.at({Role::kGateUp, layer, Expert{e}}).t());
+    const Tensor g = gate_up.narrow(1, 0, m.expert_width);
+    const Tensor u = gate_up.narrow(1, m.expert_width, m.expert_width);
+    const Tensor y = (g * g.sigmoid() * u).mm(w.at({Role::kDown, layer, Expert{e}}).t());
+    out = out + gate * y;
+  }
+  return out;
+}
+
+/// log p of each token after the first.   [T - 1]
+Tensor plain_logp(const ModelConfig& m, const Weights& w, const Trajectory& trajectory,
+                  const std::vector<Tensor>& routes = {}) {
+  const auto t = static_cast<std::int64_t>(trajectory.tokens.size()) - 1;
+  Tensor tokens = at::empty({t + 1}, at::kLong);
+  std::copy(trajectory.tokens.begin(), trajectory.tokens.end(), tokens.data_ptr<std::int64_t>());
+  Tensor h = w.at({Role::kEmbedding, {}, {}}).index_select(0, tokens.narrow(0, 0, t));
+  for (std::int32_t i = 0; i < m.num_layers; ++i) {
+    const Layer layer{i};
+    h = h + plain_attention(m, w, layer, h);
+    h = h +
+        plain_mlp(m, w, layer, h, routes.empty() ? Tensor() : routes[static_cast<std::size_t>(i)]);
+  }
+  const Tensor& head = w.at({m.tied_embeddings ? Role::kEmbedding : Role::kHead, {}, {}});
+  const Tensor logits = plain_norm(h, w.at({Role::kFinalNorm, {}, {}}), m.rms_eps).mm(head.t());
+  return (logits / trajectory.sampling.temperature)
+      .log_softmax(-1)
+      .gather(1, tokens.narrow(0, 1, t).unsqueeze(1))
+      .squeeze(1);
+}
+
+/// An update that takes the gradient itself from the weights: sqrt(g^2) / eps vanishes.
+Options reveals_gradient() {
+  Options options;
+  options.bf16 = false;
+  options.lr = 1e5;
+  options.eps = 1e5;
+  options.beta1 = 0.0;
+  options.beta2 = 0.0;
+  options.max_grad_norm = 0.0;
+  return options;
+}
+
+Weights minus(const Weights& a, const Weights& b) {
+  Weights difference;
+  for (const auto& [id, value] : a) difference[id] = value - b.at(id);
+  return difference;
+}
+
+/// A loss with a different, smooth slope at every token.
+double some_loss(std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
+  double loss = 0.0;
+  for (std::size_t t = 0; t < logp.size(); ++t) {
+    const double c = std::sin(static_cast<double>(i * 31 + t));
+    loss += c * logp[t] + 0.1 * logp[t] * logp[t];
+    dlogp[t] = static_cast<float>(c + 0.2 * logp[t]);
+  }
+  return loss;
+}
+
+double relative_error(const Tensor& a, const Tensor& b) {
+  return ((a - b).norm() / (b.norm() + 1e-12)).item<double>();
+}
+
+class TrainerTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Trainer> make(const Agreement& agreement, const Options& options,
+                                const Weights& weights, const Qat& qat = {}) {
+    auto trainer = std::make_unique<Trainer>(agreement, qat, options, Device{}, *comm_);
+    give(weights, agreement.model, trainer->initial_weights());
+    return trainer;
+  }
+
+  std::unique_ptr<Comm> comm_ = Comm::single();
+};
+
+class TrainerGradient : public TrainerTest, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(TrainerGradient, EqualsAutograd) {
+  Agreement agreement;
+  agreement.model = small_model(GetParam());
+  agreement.model.normalize_gates = !GetParam();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {11, 5, 23, 2, 16});
+  Weights weights = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, reveals_gradient(), weights);
+  const PerToken logp = trainer->logprobs(batch, nullptr);
+  const double loss = trainer->accumulate(batch, nullptr, some_loss);
+  trainer->update();
+  const Weights gradient = minus(weights, take(trainer->weights()));
+
+  for (auto& [id, w] : weights) w.requires_grad_(true);
+  double expected_loss = 0.0;
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Tensor plain = plain_logp(agreement.model, weights, batch[i]);
+    std::vector<float> expected(batch[i].tokens.size(), 0.0f), slope(expected);
+    for (std::size_t t = 1; t < expected.size(); ++t) {
+      if (batch[i].response_mask[t] == 0) continue;
+      expected[t] = plain[static_cast<std::int64_t>(t) - 1].item<float>();
+      EXPECT_NEAR(logp[i][t], expected[t], 2e-5) << i << " " << t;
+    }
+    expected_loss += some_loss(i, expected, slope);
+    for (std::size_t t = 0; t < slope.size(); ++t) {
+      if (batch[i].response_mask[t] == 0) slope[t] = 0.0f;
+    }
+    plain.backward(at::from_blob(slope.data() + 1, {plain.numel()}, at::kFloat));
+  }
+  EXPECT_NEAR(loss, expected_loss, 1e-3);
+  for (const auto& [id, w] : weights) {
+    EXPECT_LT(relative_error(gradient.at(id), w.grad()), 1e-3) << to_string(id);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(TiedOrNot, TrainerGradient, ::testing::Bool());
+
+TEST_F(TrainerTest, AccumulateSeesTheBitsOfLogprobs) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8, 25, 29, 14});
+  for (const bool bf16 : {false, true}) {
+    for (const bool recompute : {false, true}) {
+      Options options;
+      options.bf16 = bf16;
+      options.recompute = recompute;
+      options.tokens_per_pass = 64;
+      const auto trainer = make(agreement, options, random_weights(agreement.model, 2));
+      const PerToken logp = trainer->logprobs(batch, nullptr);
+      std::size_t seen = 0;
+      trainer->accumulate(batch, nullptr, [&](std::size_t i, auto now, auto) {
+        EXPECT_TRUE(std::ranges::equal(now, logp[i])) << i;
+        ++seen;
+        return 0.0;
+      });
+      EXPECT_EQ(seen, batch.size());
+    }
+  }
+}
+
+TEST_F(TrainerTest, RecomputeLeavesTheSameWeights) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8});
+  std::vector<Weights> after;
+  for (const bool recompute : {false, true}) {
+    Options options;
+    options.lr = 1e-2;
+    options.recompute = recompute;
+    const auto trainer = make(agreement, options, random_weights(agreement.model, 3));
+    for (int step = 0; step < 3; ++step) {
+      trainer->accumulate(batch, nullptr, some_loss);
+      trainer->update();
+    }
+    after.push_back(take(trainer->weights()));
+  }
+  for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
+}
+
+TEST_F(TrainerTest, PackingDoesNotChangeResults) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8, 25, 29, 14});
+  const Weights weights = random_weights(agreement.model, 4);
+  Options together = reveals_gradient(), apart = reveals_gradient();
+  apart.tokens_per_pass = 1;
+  const auto a = make(agreement, together, weights), b = make(agreement, apart, weights);
+  const PerToken x = a->logprobs(batch, nullptr), y = b->logprobs(batch, nullptr);
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    for (std::size_t t = 0; t < x[i].size(); ++t) EXPECT_NEAR(x[i][t], y[i][t], 1e-5);
+  }
+  a->accumulate(batch, nullptr, some_loss);
+  b->accumulate(batch, nullptr, some_loss);
+  a->update();
+  b->update();
+  const Weights ga = minus(weights, take(a->weights())), gb = minus(weights, take(b->weights()));
+  for (const auto& [id, g] : ga) EXPECT_LT(relative_error(g, gb.at(id)), 1e-3) << to_string(id);
+}
+
+TEST_F(TrainerTest, R83_LogProbsAreThoseOfScaledLogits) {
+  // Two temperatures on one sequence: the differences of log-probs between tokens scale by 1/T.
+  Agreement agreement;
+  agreement.model = small_model();
+  const Weights weights = random_weights(agreement.model, 5);
+  const auto trainer = make(agreement, reveals_gradient(), weights);
+  for (const float temperature : {1.0f, 0.5f}) {
+    const std::vector<Trajectory> batch = random_batch(agreement.model, {12}, temperature);
+    const PerToken logp = trainer->logprobs(batch, nullptr);
+    const Tensor plain = plain_logp(agreement.model, weights, batch[0]);
+    for (std::size_t t = 4; t < 12; ++t) {
+      EXPECT_NEAR(logp[0][t], plain[static_cast<std::int64_t>(t) - 1].item<float>(), 1e-5);
+    }
+  }
+}
+
+TEST_F(TrainerTest, LearnsASequenceByHeart) {
+  Agreement agreement;
+  agreement.model = small_model();
+  Options options;
+  options.lr = 3e-3;
+  options.weight_decay = 0.01;
+  const auto trainer = make(agreement, options, random_weights(agreement.model, 6));
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {20, 17, 24}, 1.0f);
+  const TokenLoss nll = [](std::size_t, std::span<const float> logp, std::span<float> dlogp) {
+    double loss = 0.0;
+    for (std::size_t t = 0; t < logp.size(); ++t) {
+      loss -= logp[t];
+      dlogp[t] = -1.0f;
+    }
+    return loss;
+  };
+  const double first = trainer->accumulate(batch, nullptr, nll);
+  Metrics metrics = trainer->update();
+  EXPECT_GT(metrics.at("actor/grad_norm"), 0.0);
+  EXPECT_GT(metrics.at("actor/entropy"), 0.5);
+  double last = first;
+  for (int step = 0; step < 150; ++step) {
+    last = trainer->accumulate(batch, nullptr, nll);
+    trainer->update();
+  }
+  EXPECT_LT(last, 0.1 * first);
+}
+
+TEST_F(TrainerTest, R26_SavedAndResumedIsTheSameRun) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31});
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "trainer_state";
+  Options options;
+  options.lr = 1e-2;
+  options.warmup_updates = 2;
+  options.decay = Decay::kCosine;
+  options.decay_updates = 6;
+  const auto whole = make(agreement, options, random_weights(agreement.model, 8));
+  for (int step = 0; step < 5; ++step) {
+    if (step == 3) whole->save(folder);
+    whole->accumulate(batch, nullptr, some_loss);
+    whole->update();
+  }
+  const auto resumed = make(agreement, options, random_weights(agreement.model, 9));
+  resumed->load(folder);
+  for (int step = 3; step < 5; ++step) {
+    resumed->accumulate(batch, nullptr, some_loss);
+    resumed->update();
+  }
+  const Weights a = take(whole->weights()), b = take(resumed->weights());
+  for (const auto& [id, w] : a) EXPECT_TRUE(w.equal(b.at(id))) << to_string(id);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(TrainerTest, RefusesWhatItCannotTrainOn) {
+  Agreement agreement;
+  agreement.model = small_model();
+  Trainer empty(agreement, {}, {}, Device{}, *comm_);
+  std::vector<Trajectory> batch = random_batch(agreement.model, {12});
+  EXPECT_THROW(empty.logprobs(batch, nullptr), Error);  // no weights yet
+  Weights weights = random_weights(agreement.model, 1);
+  weights.begin()->second[0][0] = NAN;
+  EXPECT_THROW(give(weights, agreement.model, empty.initial_weights()), Error);
+
+  const auto trainer = make(agreement, {}, random_weights(agreement.model, 1));
+  batch[0].tokens[3] = agreement.model.vocabulary;
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+  batch = random_batch(agreement.model, {66});
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+  batch = random_batch(agreement.model, {12});
+  batch[0].response_mask.pop_back();
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+}
+
+}  // namespace
+}  // namespace lockstep::train
