@@ -1,0 +1,141 @@
+#include "kernels/dense/linear.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/isa.h"
+#include "kernels/dense/linear_rows.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int64_t kBlockRows = 96;  // rows that share a panel while it is in the first cache
+
+std::int64_t panels(std::int64_t out) { return (out + kPanel - 1) / kPanel; }
+
+Bf16& element(const PackedMatrix& m, std::int64_t out, std::int64_t in) {
+  return m.data[(out / kPanel * m.in + in / 2 * 2) * kPanel + out % kPanel * 2 + in % 2];
+}
+
+void require_packed(const char* op, const PackedMatrix& weight) {
+  if (weight.data == nullptr || weight.out <= 0 || weight.in <= 0 || weight.in % 2 != 0) {
+    throw Error(cat({op, ": the weight is [", weight.out, ", ", weight.in,
+                     "]; expected a packed matrix with an even number of inputs"}));
+  }
+}
+
+void run_panel(const PanelArgs& args) {
+  switch (isa()) {
+    case Isa::kAvx512Bf16: return linear_panel_avx512_bf16(args);
+    case Isa::kAvx512:
+    case Isa::kAvx2: return linear_panel_avx2(args);
+    case Isa::kPortable: return linear_panel_portable(args);
+  }
+}
+
+/// Blocks of rows by panels, in parallel.
+void run(const GroupedLinearArgs& args, TensorView<Bf16, 2> y_bf16) {
+  const PackedMatrix& weight = args.weights;
+  const std::int64_t columns = panels(weight.out);
+  const std::size_t groups = args.offsets.size() - 1;
+  std::vector<std::int64_t> first_task(groups + 1, 0);
+  for (std::size_t g = 0; g < groups; ++g) {
+    const std::int64_t rows = args.offsets[g + 1] - args.offsets[g];
+    first_task[g + 1] = first_task[g] + (rows + kBlockRows - 1) / kBlockRows * columns;
+  }
+  const std::int64_t work = weight.in * kPanel * std::min(kBlockRows, args.x.shape[0] + 1);
+  const std::int64_t grain = std::max<std::int64_t>(1, (1 << 19) / std::max<std::int64_t>(work, 1));
+  parallel_for(first_task.back(), grain, [&](std::int64_t task, std::int64_t end) {
+    for (; task < end; ++task) {
+      const auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
+      const auto g = static_cast<std::size_t>(after - first_task.begin()) - 1;
+      const std::int64_t local = task - first_task[g];
+      const std::int64_t panel = local % columns;
+      const std::int64_t row = args.offsets[g] + local / columns * kBlockRows;
+      const std::int64_t offset =
+          static_cast<std::int64_t>(g) * packed_elements(weight.out, weight.in);
+      PanelArgs block{
+          .x = args.x.data + row * args.x.stride[0],
+          .x_stride = args.x.stride[0],
+          .rows = std::min<std::int64_t>(kBlockRows, args.offsets[g + 1] - row),
+          .panel = weight.data + offset + panel * weight.in * kPanel,
+          .pairs = weight.in / 2,
+          .split = args.split_k ? weight.in / 4 : 0,
+          .y = nullptr,
+          .y_bf16 = nullptr,
+          .y_stride = 0,
+          .columns = std::min(kPanel, weight.out - panel * kPanel),
+      };
+      if (y_bf16.empty()) {
+        block.y = args.y.data + row * args.y.stride[0] + panel * kPanel;
+        block.y_stride = args.y.stride[0];
+      } else {
+        block.y_bf16 = y_bf16.data + row * y_bf16.stride[0] + panel * kPanel;
+        block.y_stride = y_bf16.stride[0];
+      }
+      run_panel(block);
+    }
+  });
+}
+
+}  // namespace
+
+std::int64_t packed_elements(std::int64_t out, std::int64_t in) {
+  return panels(out) * kPanel * in;
+}
+
+void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedMatrix& into) {
+  require_packed("pack_rows", into);
+  require_shape("pack_rows", "rows", rows, rows.shape[0], into.in);
+  const std::int64_t end = first + rows.shape[0];
+  if (first < 0 || end > into.out) {
+    throw Error(cat({"pack_rows: rows ", first, "..", end - 1, " do not fit a weight of ", into.out,
+                     " outputs"}));
+  }
+  for (std::int64_t row = 0; row < rows.shape[0]; ++row) {
+    const Bf16* from = rows.data + row * rows.stride[0];
+    for (std::int64_t i = 0; i < into.in; ++i) element(into, first + row, i) = from[i];
+  }
+  if (end != into.out) return;
+  for (std::int64_t row = end; row < panels(into.out) * kPanel; ++row) {
+    for (std::int64_t i = 0; i < into.in; ++i) element(into, row, i) = Bf16{};
+  }
+}
+
+void unpack_row(const PackedMatrix& from, std::int64_t row, std::span<Bf16> into) {
+  for (std::int64_t i = 0; i < from.in; ++i) {
+    into[static_cast<std::size_t>(i)] = element(from, row, i);
+  }
+}
+
+void linear_bf16(const LinearArgs& args, Stream) {
+  const PackedMatrix& weight = args.weight;
+  require_packed("linear_bf16", weight);
+  const std::int64_t rows = args.x.shape[0];
+  require_shape("linear_bf16", "x", args.x, rows, weight.in);
+  if (args.y.empty() == args.y_bf16.empty() && rows > 0) {
+    throw Error("linear_bf16: give exactly one of y and y_bf16");
+  }
+  if (!args.y.empty()) require_shape("linear_bf16", "y", args.y, rows, weight.out);
+  if (!args.y_bf16.empty()) require_shape("linear_bf16", "y_bf16", args.y_bf16, rows, weight.out);
+  const std::int32_t offsets[2] = {0, static_cast<std::int32_t>(rows)};
+  run({args.x, offsets, weight, args.y, args.split_k}, args.y_bf16);
+}
+
+void grouped_linear_bf16(const GroupedLinearArgs& args, Stream) {
+  require_packed("grouped_linear_bf16", args.weights);
+  const std::int64_t rows = args.x.shape[0];
+  require_shape("grouped_linear_bf16", "x", args.x, rows, args.weights.in);
+  require_shape("grouped_linear_bf16", "y", args.y, rows, args.weights.out);
+  const auto& offsets = args.offsets;
+  if (offsets.empty() || offsets.front() != 0 || offsets.back() != rows ||
+      !std::is_sorted(offsets.begin(), offsets.end())) {
+    throw Error(cat({"grouped_linear_bf16: offsets must rise from 0 to the number of rows, ",
+                     rows}));
+  }
+  run(args, {});
+}
+
+}  // namespace lockstep::kernels

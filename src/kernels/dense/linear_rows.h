@@ -1,0 +1,25 @@
+/// Between linear.cc and its backends: a block of rows against one panel.
+#pragma once
+
+#include "kernels/dense/linear.h"
+
+namespace lockstep::kernels {
+
+struct PanelArgs {
+  const Bf16* x;        // [rows, in]
+  std::int64_t x_stride;
+  std::int64_t rows;
+  const Bf16* panel;    // [in / 2, 32, 2]
+  std::int64_t pairs;   // in / 2
+  std::int64_t split;   // 0, or the pairs of the first half
+  float* y;             // [rows, columns], or null
+  Bf16* y_bf16;
+  std::int64_t y_stride;
+  std::int64_t columns;  // <= 32, the outputs that exist
+};
+
+void linear_panel_portable(const PanelArgs& args);
+void linear_panel_avx2(const PanelArgs& args);
+void linear_panel_avx512_bf16(const PanelArgs& args);
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,28 @@
+#include "kernels/dense/rms_norm.h"
+
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/isa.h"
+#include "kernels/dense/rms_norm_rows.h"
+
+namespace lockstep::kernels {
+
+void rms_norm(const RmsNormArgs& args, Stream) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  require_shape("rms_norm", "x", args.x, rows, cols);
+  require_shape("rms_norm", "y", args.y, rows, cols);
+  if (static_cast<std::int64_t>(args.weight.size()) != cols || cols == 0) {
+    throw Error(cat({"rms_norm: weight has ", args.weight.size(), " elements; expected ", cols}));
+  }
+  parallel_for(rows, 1 + (1 << 15) / cols, [&](std::int64_t first, std::int64_t end) {
+    switch (isa()) {
+      case Isa::kAvx512Bf16:
+      case Isa::kAvx512: return rms_norm_avx512(args, first, end);
+      case Isa::kAvx2: return rms_norm_avx2(args, first, end);
+      case Isa::kPortable: return rms_norm_portable(args, first, end);
+    }
+  });
+}
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,59 @@
+#include "kernels/dense/rope.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/isa.h"
+#include "kernels/dense/rope_rows.h"
+
+namespace lockstep::kernels {
+
+RopeTable::RopeTable(double theta, std::int32_t head_dim) : theta_(theta), half_(head_dim / 2) {}
+
+void RopeTable::grow(std::int32_t count) {
+  if (count <= positions_) return;
+  cos_.resize(static_cast<std::size_t>(count * half_));
+  sin_.resize(static_cast<std::size_t>(count * half_));
+  for (std::int64_t i = 0; i < half_; ++i) {
+    const double frequency = std::pow(theta_, -static_cast<double>(i) / static_cast<double>(half_));
+    for (std::int32_t position = positions_; position < count; ++position) {
+      const double angle = position * frequency;
+      const auto at = static_cast<std::size_t>(position * half_ + i);
+      cos_[at] = static_cast<float>(std::cos(angle));
+      sin_[at] = static_cast<float>(std::sin(angle));
+    }
+  }
+  positions_ = count;
+}
+
+void rope(const RopeArgs& args, Stream) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  require_shape("rope", "x", args.x, rows, cols);
+  if (args.head_dim <= 0 || args.head_dim % 2 != 0 || cols % args.head_dim != 0) {
+    throw Error(cat({"rope: head_dim is ", args.head_dim, "; expected an even divisor of ", cols}));
+  }
+  if (static_cast<std::int64_t>(args.positions.size()) != rows || args.table == nullptr) {
+    throw Error(cat({"rope: ", args.positions.size(), " positions for ", rows, " rows"}));
+  }
+  const auto [low, high] = std::minmax_element(args.positions.begin(), args.positions.end());
+  if (rows > 0 && (*low < 0 || *high >= args.table->positions())) {
+    throw Error(cat({"rope: positions ", *low, "..", *high, "; the table has 0..",
+                     args.table->positions() - 1}));
+  }
+  if (!args.norm.empty() && static_cast<std::int32_t>(args.norm.size()) != args.head_dim) {
+    throw Error(cat({"rope: norm has ", args.norm.size(), " elements; expected ", args.head_dim}));
+  }
+  parallel_for(rows, 1 + (1 << 14) / cols, [&](std::int64_t first, std::int64_t end) {
+    switch (isa()) {
+      case Isa::kAvx512Bf16:
+      case Isa::kAvx512: return rope_avx512(args, first, end);
+      case Isa::kAvx2: return rope_avx2(args, first, end);
+      case Isa::kPortable: return rope_portable(args, first, end);
+    }
+  });
+}
+
+}  // namespace lockstep::kernels

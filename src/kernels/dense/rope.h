@@ -1,0 +1,45 @@
+/// Rotary embedding of queries and keys, with the norm of each head before it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "device/view.h"
+
+namespace lockstep::kernels {
+
+/// cos and sin of position * theta^(-2i / C), computed in double and rounded to FP32.
+class RopeTable {
+ public:
+  RopeTable(double theta, std::int32_t head_dim);
+
+  /// Makes positions 0..count-1 available; keeps what is there.
+  void grow(std::int32_t count);
+  std::int32_t positions() const { return positions_; }
+
+  /// [C / 2] each.
+  const float* cos(std::int32_t position) const { return cos_.data() + position * half_; }
+  const float* sin(std::int32_t position) const { return sin_.data() + position * half_; }
+
+ private:
+  double theta_;
+  std::int64_t half_;
+  std::int32_t positions_ = 0;
+  std::vector<float> cos_, sin_;
+};
+
+struct RopeArgs {
+  TensorView<Bf16, 2> x;                    // [rows, heads * C], in place
+  std::int32_t head_dim = 0;                // C, even
+  std::span<const std::int32_t> positions;  // [rows]
+  const RopeTable* table = nullptr;         // has all of them
+  std::span<const Bf16> norm{};             // [C] RMSNorm of each head first; empty: none
+  float eps = 1e-6f;
+};
+
+/// Each head: RMSNorm (as rms_norm.h), then (a, b) -> (a cos - b sin, b cos + a sin) over the pairs
+/// (i, i + C / 2), in FP32, rounded once. Throws Error naming what is wrong.
+void rope(const RopeArgs& args, Stream stream);
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,24 @@
+#include "kernels/dense/router.h"
+
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/router_rows.h"
+
+namespace lockstep::kernels {
+
+void router(const RouterArgs& args, Stream) {
+  const std::int64_t rows = args.logits.shape[0];
+  const std::int64_t experts = args.logits.shape[1];
+  const std::int64_t chosen = args.experts.shape[1];
+  require_shape("router", "logits", args.logits, rows, experts);
+  require_shape("router", "experts", args.experts, rows, chosen);
+  require_shape("router", "gates", args.gates, rows, chosen);
+  if (chosen < 1 || chosen > experts) {
+    throw Error(cat({"router: ", chosen, " experts a token; expected 1..", experts}));
+  }
+  parallel_for(rows, 1 + 4096 / experts, [&](std::int64_t first, std::int64_t end) {
+    router_portable(args, first, end);
+  });
+}
+
+}  // namespace lockstep::kernels
