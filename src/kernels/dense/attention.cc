@@ -5,7 +5,7 @@
 #include "base/parallel.h"
 #include "kernels/dense/attention_rows.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/isa.h"
+#include "kernels/dense/vectors.h"
 #include "kernels/exact/quantize.h"
 
 namespace lockstep::kernels {
@@ -71,11 +71,11 @@ std::vector<AttentionTile> tiles(const AttentionArgs& args) {
 
 void run_tile(const AttentionArgs& args, const KvTables& k, const KvTables& v,
               const AttentionTile& tile, AttentionScratch& scratch) {
-  switch (isa()) {
-    case Isa::kAvx512Bf16:
-    case Isa::kAvx512: return attention_avx512(args, k, v, tile, scratch);
-    case Isa::kAvx2: return attention_avx2(args, k, v, tile, scratch);
-    case Isa::kPortable: return attention_portable(args, k, v, tile, scratch);
+  switch (vectors()) {
+    case Vectors::kAvx512Bf16:
+    case Vectors::kAvx512: return attention_avx512(args, k, v, tile, scratch);
+    case Vectors::kAvx2: return attention_avx2(args, k, v, tile, scratch);
+    case Vectors::kPortable: return attention_portable(args, k, v, tile, scratch);
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -34,7 +34,7 @@ struct AttentionScratch {
 
   void fit(std::int64_t heads, std::int64_t dim) {
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-    if (q.size() >= size(heads * dim) && row.size() >= size(dim)) return;
+    if (q.size() >= size(heads * dim) && row.size() >= size(dim) && top.size() >= size(heads)) return;
     keys.assign(size(dim * kKeyBlock), 0.0f);
     values.assign(size(dim * kKeyBlock), 0.0f);
     row.assign(size(dim), 0.0f);

@@ -5,7 +5,7 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/isa.h"
+#include "kernels/dense/vectors.h"
 #include "kernels/dense/linear_rows.h"
 
 namespace lockstep::kernels {
@@ -27,11 +27,11 @@ void require_packed(const char* op, const PackedMatrix& weight) {
 }
 
 void run_panel(const PanelArgs& args) {
-  switch (isa()) {
-    case Isa::kAvx512Bf16: return linear_panel_avx512_bf16(args);
-    case Isa::kAvx512:
-    case Isa::kAvx2: return linear_panel_avx2(args);
-    case Isa::kPortable: return linear_panel_portable(args);
+  switch (vectors()) {
+    case Vectors::kAvx512Bf16: return linear_panel_avx512_bf16(args);
+    case Vectors::kAvx512:
+    case Vectors::kAvx2: return linear_panel_avx2(args);
+    case Vectors::kPortable: return linear_panel_portable(args);
   }
 }
 

@@ -2,6 +2,8 @@
 #include "numerics/bf16.h"
 
 #if defined(__x86_64__)
+// The headers of GCC 12 start some intrinsics from a register that they leave unset on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
 #include <cassert>

@@ -2,7 +2,7 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/isa.h"
+#include "kernels/dense/vectors.h"
 #include "kernels/dense/rms_norm_rows.h"
 
 namespace lockstep::kernels {
@@ -16,11 +16,11 @@ void rms_norm(const RmsNormArgs& args, Stream) {
     throw Error(cat({"rms_norm: weight has ", args.weight.size(), " elements; expected ", cols}));
   }
   parallel_for(rows, 1 + (1 << 15) / cols, [&](std::int64_t first, std::int64_t end) {
-    switch (isa()) {
-      case Isa::kAvx512Bf16:
-      case Isa::kAvx512: return rms_norm_avx512(args, first, end);
-      case Isa::kAvx2: return rms_norm_avx2(args, first, end);
-      case Isa::kPortable: return rms_norm_portable(args, first, end);
+    switch (vectors()) {
+      case Vectors::kAvx512Bf16:
+      case Vectors::kAvx512: return rms_norm_avx512(args, first, end);
+      case Vectors::kAvx2: return rms_norm_avx2(args, first, end);
+      case Vectors::kPortable: return rms_norm_portable(args, first, end);
     }
   });
 }

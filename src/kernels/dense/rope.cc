@@ -5,7 +5,7 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/isa.h"
+#include "kernels/dense/vectors.h"
 #include "kernels/dense/rope_rows.h"
 
 namespace lockstep::kernels {
@@ -47,11 +47,11 @@ void rope(const RopeArgs& args, Stream) {
     throw Error(cat({"rope: norm has ", args.norm.size(), " elements; expected ", args.head_dim}));
   }
   parallel_for(rows, 1 + (1 << 14) / cols, [&](std::int64_t first, std::int64_t end) {
-    switch (isa()) {
-      case Isa::kAvx512Bf16:
-      case Isa::kAvx512: return rope_avx512(args, first, end);
-      case Isa::kAvx2: return rope_avx2(args, first, end);
-      case Isa::kPortable: return rope_portable(args, first, end);
+    switch (vectors()) {
+      case Vectors::kAvx512Bf16:
+      case Vectors::kAvx512: return rope_avx512(args, first, end);
+      case Vectors::kAvx2: return rope_avx2(args, first, end);
+      case Vectors::kPortable: return rope_portable(args, first, end);
     }
   });
 }

@@ -6,7 +6,7 @@
 
 namespace lockstep::kernels {
 
-enum class Isa : std::uint8_t {
+enum class Vectors : std::uint8_t {
   kPortable,    // what every x86-64 has, and every other machine
   kAvx2,        // AVX2 and FMA
   kAvx512,      // F, BW, DQ, VL
@@ -14,12 +14,12 @@ enum class Isa : std::uint8_t {
 };
 
 /// The best that this machine has, found out once.
-Isa best_isa();
+Vectors best_vectors();
 
-/// The one in use: best_isa() unless a test chose another.
-Isa isa();
+/// The one in use: best_vectors() unless a test chose another.
+Vectors vectors();
 
 /// For tests and benchmarks; not while an op runs. More than the machine has is cut down to it.
-void set_isa(Isa isa);
+void set_vectors(Vectors vectors);
 
 }  // namespace lockstep::kernels

@@ -1,0 +1,98 @@
+#include "kernels/dense/elementwise.h"
+
+#include <atomic>
+#include <limits>
+
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/elementwise_rows.h"
+#include "kernels/dense/vectors.h"
+
+namespace lockstep::kernels {
+namespace {
+
+ElementwiseOps ops() {
+  switch (vectors()) {
+    case Vectors::kAvx512Bf16:
+    case Vectors::kAvx512: return elementwise_avx512();
+    case Vectors::kAvx2: return elementwise_avx2();
+    case Vectors::kPortable: break;
+  }
+  return elementwise_portable();
+}
+
+std::int64_t grain(std::int64_t cols, std::int64_t elements) {
+  return 1 + elements / std::max<std::int64_t>(cols, 1);
+}
+
+/// The lowest row that fails `good`, -1 if none does.
+template <typename Good>
+std::int64_t first_bad(std::int64_t rows, std::int64_t cols, const Good& good) {
+  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::atomic<std::int64_t> lowest = kNone;
+  parallel_for(rows, grain(cols, 1 << 16), [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t row = first; row < end; ++row) {
+      if (good(row)) continue;
+      std::int64_t seen = lowest.load();
+      while (row < seen && !lowest.compare_exchange_weak(seen, row)) {
+      }
+    }
+  });
+  return lowest == kNone ? -1 : lowest.load();
+}
+
+}  // namespace
+
+std::int64_t residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h) {
+  const std::int64_t rows = x.shape[0];
+  const std::int64_t cols = x.shape[1];
+  require_shape("residual_add", "x", x, rows, cols);
+  require_shape("residual_add", "h", h, rows, cols);
+  const auto add = ops().add;
+  return first_bad(rows, cols, [&](std::int64_t row) {
+    return add(x.data + row * x.stride[0], cols, h.data + row * h.stride[0]);
+  });
+}
+
+std::int64_t first_nonfinite(TensorView<const Bf16, 2> x) {
+  require_shape("first_nonfinite", "x", x, x.shape[0], x.shape[1]);
+  const auto finite = ops().finite;
+  return first_bad(x.shape[0], x.shape[1], [&](std::int64_t row) {
+    return finite(x.data + row * x.stride[0], x.shape[1]);
+  });
+}
+
+void combine(const CombineArgs& args, Stream) {
+  const std::int64_t rows = args.gates.shape[0];
+  const std::int64_t slots = args.gates.shape[1];
+  const std::int64_t cols = args.out.shape[1];
+  require_shape("combine", "y", args.y, rows * slots, cols);
+  require_shape("combine", "gates", args.gates, rows, slots);
+  require_shape("combine", "out", args.out, rows, cols);
+  if (static_cast<std::int64_t>(args.place.size()) != rows * slots) {
+    throw Error(cat({"combine: ", args.place.size(), " places; expected ", rows * slots}));
+  }
+  const auto run = ops().combine;
+  parallel_for(rows, grain(cols, 1 << 14),
+               [&](std::int64_t first, std::int64_t end) { run(args, first, end); });
+}
+
+void drift_noise(const DriftNoiseArgs& args, Stream) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  require_shape("drift_noise", "x", args.x, rows, cols);
+  if (static_cast<std::int64_t>(args.streams.size()) != rows ||
+      static_cast<std::int64_t>(args.positions.size()) != rows) {
+    throw Error(cat({"drift_noise: ", args.streams.size(), " streams and ", args.positions.size(),
+                     " positions for ", rows, " rows"}));
+  }
+  if (args.site >= 1u << 16 || cols > 1 << 17) {
+    throw Error(cat({"drift_noise: site ", args.site, " and ", cols,
+                     " columns; expected below 65536 and at most 131072"}));
+  }
+  const auto run = ops().noise;
+  parallel_for(rows, grain(cols, 1 << 12),
+               [&](std::int64_t first, std::int64_t end) { run(args, first, end); });
+}
+
+}  // namespace lockstep::kernels

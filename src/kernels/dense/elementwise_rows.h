@@ -1,0 +1,156 @@
+#pragma once
+
+#include <cmath>
+
+#include "base/philox.h"
+#include "kernels/dense/elementwise.h"
+#include "kernels/dense/lanes.h"
+
+namespace lockstep::kernels {
+
+/// Two Gaussian numbers from two words, by Box and Muller.
+[[gnu::always_inline]] inline void gaussians(std::uint32_t a, std::uint32_t b, float& x, float& y) {
+  // ln u, u = (a + 1/2) / 2^24 in (0, 1): u = m 2^e with m in [0.7, 1.41), by atanh's series.
+  const float u = (static_cast<float>(static_cast<std::int32_t>(a >> 8)) + 0.5f) * 0x1p-24f;
+  const std::uint32_t bits = float_bits(u) - 0x3F3504F3u;  // sqrt(1/2)
+  const auto e = static_cast<float>(static_cast<std::int32_t>(bits) >> 23);
+  const float m = float_of((bits & 0x007FFFFFu) + 0x3F3504F3u);
+  const float s = (m - 1.0f) / (m + 1.0f);
+  const float z = s * s;
+  float log = 1.0f / 9;
+  log = log * z + 1.0f / 7;
+  log = log * z + 1.0f / 5;
+  log = log * z + 1.0f / 3;
+  log = log * z + 1.0f;
+  log = 2.0f * s * log + e * 0.693147181f;
+  const float radius = std::sqrt(-2.0f * log);
+  // The angle 2 pi b / 2^32: whole quarter turns by b's upper bits, the rest within +-pi / 4.
+  const std::uint32_t quarter = (b + 0x20000000u) >> 30;
+  const auto rest = static_cast<std::int32_t>(b - (quarter << 30));
+  const float t = static_cast<float>(rest) * 1.46291808e-9f;  // pi / 2 / 2^30
+  const float t2 = t * t;
+  float sine = 1.0f / 362880;
+  sine = sine * t2 - 1.0f / 5040;
+  sine = sine * t2 + 1.0f / 120;
+  sine = sine * t2 - 1.0f / 6;
+  sine = sine * t2 * t + t;
+  float cosine = 1.0f / 40320;
+  cosine = cosine * t2 - 1.0f / 720;
+  cosine = cosine * t2 + 1.0f / 24;
+  cosine = cosine * t2 - 0.5f;
+  cosine = cosine * t2 + 1.0f;
+  const bool odd = (quarter & 1u) != 0;
+  const float c = odd ? sine : cosine;
+  const float d = odd ? cosine : sine;
+  x = radius * (((quarter + 1u) & 2u) != 0 ? -c : c);
+  y = radius * ((quarter & 2u) != 0 ? -d : d);
+}
+
+/// philox() of 16 counters that differ in their last word.
+struct PhiloxLanes {
+  std::uint32_t word[4][kLanes];
+
+  [[gnu::always_inline]] void draw(std::uint64_t seed, const PhiloxWords& counter) {
+    for (std::uint32_t j = 0; j < kLanes; ++j) {
+      word[0][j] = counter[0];
+      word[1][j] = counter[1];
+      word[2][j] = counter[2];
+      word[3][j] = counter[3] + j;
+    }
+    auto key0 = static_cast<std::uint32_t>(seed);
+    auto key1 = static_cast<std::uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      for (std::size_t j = 0; j < kLanes; ++j) {
+        const std::uint64_t a = std::uint64_t{0xD2511F53} * word[0][j];
+        const std::uint64_t b = std::uint64_t{0xCD9E8D57} * word[2][j];
+        word[0][j] = static_cast<std::uint32_t>(b >> 32) ^ word[1][j] ^ key0;
+        word[1][j] = static_cast<std::uint32_t>(b);
+        word[2][j] = static_cast<std::uint32_t>(a >> 32) ^ word[3][j] ^ key1;
+        word[3][j] = static_cast<std::uint32_t>(a);
+      }
+      key0 += 0x9E3779B9;
+      key1 += 0xBB67AE85;
+    }
+  }
+};
+
+[[gnu::always_inline]] inline void drift_noise_rows(const DriftNoiseArgs& args, std::int64_t first,
+                                                    std::int64_t end) {
+  const std::int64_t cols = args.x.shape[1];
+  const float sigma = args.sigma * 0.707106781f;
+  for (std::int64_t row = first; row < end; ++row) {
+    Bf16* x = args.x.data + row * args.x.stride[0];
+    const float rms = std::sqrt(sum_of_squares(x, cols) / static_cast<float>(cols));
+    const auto i = static_cast<std::size_t>(row);
+    for (std::int64_t at = 0; at < cols; at += 2 * kLanes) {
+      PhiloxLanes words;
+      words.draw(args.seed, philox_counter(args.streams[i],
+                                           static_cast<std::uint32_t>(args.positions[i]),
+                                           (args.site << 16) + static_cast<std::uint32_t>(at / 2)));
+      float noise[2][2][kLanes];  // [even or odd element][e1 or e2]
+      for (std::size_t j = 0; j < kLanes; ++j) {
+        gaussians(words.word[0][j], words.word[1][j], noise[0][0][j], noise[0][1][j]);
+      }
+      for (std::size_t j = 0; j < kLanes; ++j) {
+        gaussians(words.word[2][j], words.word[3][j], noise[1][0][j], noise[1][1][j]);
+      }
+      const std::int64_t count = cols - at < 2 * kLanes ? cols - at : 2 * kLanes;
+      for (std::int64_t k = 0; k < count; ++k) {
+        const float value = to_float(x[at + k]);
+        const float drift = rms * noise[k % 2][0][k / 2] + value * noise[k % 2][1][k / 2];
+        x[at + k] = to_bf16(value + sigma * drift);
+      }
+    }
+  }
+}
+
+/// h = bf16(h + x) of a row; is it finite?
+[[gnu::always_inline]] inline bool add_row(const Bf16* x, std::int64_t cols, Bf16* h) {
+  std::uint32_t bad = 0;
+  for (std::int64_t i = 0; i < cols; ++i) {
+    h[i] = to_bf16(to_float(h[i]) + to_float(x[i]));
+    bad |= (bits_of(h[i]) & 0x7F80u) == 0x7F80u ? 1u : 0u;
+  }
+  return bad == 0;
+}
+
+[[gnu::always_inline]] inline bool row_is_finite(const Bf16* x, std::int64_t cols) {
+  std::uint32_t bad = 0;
+  for (std::int64_t i = 0; i < cols; ++i) bad |= (bits_of(x[i]) & 0x7F80u) == 0x7F80u ? 1u : 0u;
+  return bad == 0;
+}
+
+[[gnu::always_inline]] inline void combine_rows(const CombineArgs& args, std::int64_t first,
+                                                std::int64_t end) {
+  const std::int64_t cols = args.out.shape[1];
+  const std::int64_t slots = args.gates.shape[1];
+  constexpr std::int64_t kStrip = 64;
+  for (std::int64_t row = first; row < end; ++row) {
+    Bf16* out = args.out.data + row * args.out.stride[0];
+    const float* gates = args.gates.data + row * args.gates.stride[0];
+    const std::int32_t* place = args.place.data() + row * slots;
+    for (std::int64_t at = 0; at < cols; at += kStrip) {
+      const std::int64_t count = cols - at < kStrip ? cols - at : kStrip;
+      float sum[kStrip] = {};
+      for (std::int64_t slot = 0; slot < slots; ++slot) {
+        const float* y = args.y.data + place[slot] * args.y.stride[0] + at;
+        for (std::int64_t i = 0; i < count; ++i) sum[i] += gates[slot] * y[i];
+      }
+      for (std::int64_t i = 0; i < count; ++i) out[at + i] = to_bf16(sum[i]);
+    }
+  }
+}
+
+/// The loops of one ISA.
+struct ElementwiseOps {
+  bool (*add)(const Bf16* x, std::int64_t cols, Bf16* h);
+  bool (*finite)(const Bf16* x, std::int64_t cols);
+  void (*combine)(const CombineArgs& args, std::int64_t first, std::int64_t end);
+  void (*noise)(const DriftNoiseArgs& args, std::int64_t first, std::int64_t end);
+};
+
+ElementwiseOps elementwise_portable();
+ElementwiseOps elementwise_avx2();
+ElementwiseOps elementwise_avx512();
+
+}  // namespace lockstep::kernels
