@@ -1,0 +1,243 @@
+#include "rollout/weights.h"
+
+#include <algorithm>
+
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "kernels/exact/dequantize.h"
+#include "model/names.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::rollout {
+namespace {
+
+using kernels::PackedMatrix;
+using Role = WeightId::Role;
+
+template <typename T>
+std::uint32_t crc_of_rows(const TensorView<const T, 2>& view, std::uint32_t crc) {
+  for (std::int64_t row = 0; row < view.shape[0]; ++row) {
+    const std::span<const T> values(view.data + row * view.stride[0],
+                                    static_cast<std::size_t>(view.shape[1]));
+    crc = crc32c(std::as_bytes(values), crc);
+  }
+  return crc;
+}
+
+/// Codes, then scales, then the global scale: one number, or one a row.
+std::uint32_t crc_of(const PackedView<const std::uint8_t>& value) {
+  std::uint32_t crc = crc_of_rows(value.scales, crc_of_rows(value.codes, 0));
+  const std::int64_t globals = value.global.stride[0] == 0 ? 1 : value.global.shape[0];
+  for (std::int64_t i = 0; i < globals; ++i) {
+    const std::span<const float> one(value.global.data + i * value.global.stride[0], 1);
+    crc = crc32c(std::as_bytes(one), crc);
+  }
+  return crc;
+}
+
+void require_finite(const WeightId& id, const TensorView<const Bf16, 2>& value) {
+  for (std::int64_t row = 0; row < value.shape[0]; ++row) {
+    for (std::int64_t col = 0; col < value.shape[1]; ++col) {
+      const float x = to_float(value.data[row * value.stride[0] + col]);
+      if (is_finite(x)) continue;
+      throw Error(cat({"weight ", to_string(id), " holds ", x, " at [", row, ", ", col,
+                       "]; every weight must be finite"}));
+    }
+  }
+}
+
+void require_width(const char* name, std::int32_t width, std::int32_t unit, const char* why) {
+  if (width > 0 && width % unit == 0) return;
+  throw Error(cat({name, " is ", width, "; ", why, " needs a multiple of ", unit}));
+}
+
+}  // namespace
+
+Weights::Weights(const Agreement& agreement)
+    : model_(agreement.model), contract_(agreement.contract), order_(weight_ids(model_)) {
+  require_width("hidden", model_.hidden, 2, "the product");
+  require_width("expert_width", model_.expert_width, 2, "the product");
+  require_width("head_dim", model_.head_dim, 2, "rotary embedding");
+  require_width("num_heads", model_.num_heads, model_.num_kv_heads, "sharing KV heads");
+  for (const Quantizer* rule : {&contract_.weight, &contract_.activation}) {
+    if (rule->element == Element::kBf16) continue;
+    require_width("hidden", model_.hidden, rule->block, "quantization in blocks");
+    require_width("expert_width", model_.expert_width, rule->block, "quantization in blocks");
+  }
+  if (contract_.scope != Scope::kRoutedExperts) {
+    throw Error("contract.scope is all_linear; this engine quantizes routed_experts alone");
+  }
+  for (std::size_t i = 0; i < order_.size(); ++i) index_[order_[i]] = i;
+  seen_.resize(order_.size());
+  checksums_.resize(order_.size());
+
+  const std::int64_t d = model_.hidden;
+  const std::int64_t f = model_.expert_width;
+  embedding_.resize(static_cast<std::size_t>(model_.vocabulary * d));
+  final_norm_.resize(static_cast<std::size_t>(d));
+  head_ = matrix(model_.vocabulary, d);
+  layers_.resize(static_cast<std::size_t>(model_.num_layers));
+  for (std::int32_t i = 0; i < model_.num_layers; ++i) {
+    LayerWeights& layer = layers_[static_cast<std::size_t>(i)];
+    layer.attention_norm.resize(static_cast<std::size_t>(d));
+    layer.mlp_norm.resize(static_cast<std::size_t>(d));
+    layer.q_norm.resize(static_cast<std::size_t>(model_.head_dim));
+    layer.k_norm.resize(static_cast<std::size_t>(model_.head_dim));
+    layer.qkv = matrix(model_.q_width() + 2 * model_.kv_width(), d);
+    layer.o = matrix(d, model_.q_width());
+    layer.router = matrix(model_.num_experts, d);
+    const bool codes = arrives_as_codes({Role::kGateUp, {i}, {}});
+    layer.format = codes ? ExpertFormat::kCodes : ExpertFormat::kBf16;
+    layer.gate_up = matrix(2 * f, d, model_.num_experts);
+    layer.down = matrix(d, f, model_.num_experts);
+  }
+}
+
+PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t copies) {
+  memory_.emplace_back(static_cast<std::size_t>(copies * kernels::packed_elements(out, in)));
+  return {memory_.back().data(), out, in};
+}
+
+bool Weights::arrives_as_codes(const WeightId& id) const {
+  return of_expert(id.role) && contract_.layers.has(id.layer) &&
+         contract_.weight.element != Element::kBf16;
+}
+
+void Weights::begin(WeightVersion version, ContractId contract) {
+  if (state_ == State::kOpen) {
+    throw Error(cat({"weights: version ", version.value, " is begun while version ",
+                     version_.value, " lacks ", first_missing()}));
+  }
+  if (contract != contract_.id()) {
+    throw Error(cat({"weights: they come under contract ", contract.value,
+                     ", the engine was built for ", contract_.id().value,
+                     "; give both the same one"}));
+  }
+  state_ = State::kOpen;
+  version_ = version;
+  std::fill(seen_.begin(), seen_.end(), std::uint8_t{0});
+}
+
+void Weights::put(const Weight& weight) {
+  if (state_ != State::kOpen) {
+    throw Error(cat({"weights: ", to_string(weight.id), " was put before begin()"}));
+  }
+  const auto found = index_.find(weight.id);
+  if (found == index_.end()) {
+    throw Error(cat({"weight ", to_string(weight.id), " is not one of this model's"}));
+  }
+  if (seen_[found->second] != 0) {
+    throw Error(cat({"weight ", to_string(weight.id), " was put twice"}));
+  }
+  require_kind(weight);
+  if (arrives_as_codes(weight.id)) {
+    const auto& codes = std::get<PackedView<const std::uint8_t>>(weight.value);
+    put_codes(weight.id, codes);
+    checksums_[found->second] = crc_of(codes);
+  } else {
+    const auto& value = std::get<TensorView<const Bf16, 2>>(weight.value);
+    require_finite(weight.id, value);
+    place(weight.id, value);
+    checksums_[found->second] = crc_of_rows(value, 0);
+  }
+  seen_[found->second] = 1;
+}
+
+std::vector<std::uint32_t> Weights::commit() {
+  if (state_ != State::kOpen) throw Error("weights: commit() without begin()");
+  const std::string missing = first_missing();
+  if (!missing.empty()) {
+    throw Error(cat({"weights: version ", version_.value, " cannot be committed without ",
+                     missing}));
+  }
+  state_ = State::kReady;
+  return checksums_;
+}
+
+void Weights::require_ready() const {
+  if (state_ == State::kReady) return;
+  if (state_ == State::kEmpty) throw Error("weights: none have been put and committed yet");
+  throw Error(cat({"weights: version ", version_.value, " has been begun and not committed"}));
+}
+
+std::string Weights::first_missing() const {
+  const auto count = std::count(seen_.begin(), seen_.end(), std::uint8_t{0});
+  if (count == 0) return "";
+  const auto first = std::find(seen_.begin(), seen_.end(), std::uint8_t{0}) - seen_.begin();
+  const std::string name = to_string(order_[static_cast<std::size_t>(first)]);
+  return count == 1 ? name : cat({name, " and ", count - 1, " more"});
+}
+
+void Weights::require_kind(const Weight& weight) const {
+  const auto expected = weight_shape(model_, weight.id.role);
+  std::array<std::int64_t, 2> shape{};
+  const bool codes = arrives_as_codes(weight.id);
+  if (codes) {
+    const auto* value = std::get_if<PackedView<const std::uint8_t>>(&weight.value);
+    if (value == nullptr) {
+      throw Error(cat({"weight ", to_string(weight.id),
+                       " arrives in plain numbers; under this contract it must be codes"}));
+    }
+    shape = {value->codes.shape[0], 2 * value->codes.shape[1]};
+    const auto& scales = value->scales.shape;
+    if (scales != std::array<std::int64_t, 2>{expected[0],
+                                              expected[1] / contract_.weight.block}) {
+      throw Error(cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ",
+                       scales[1], "]; expected [", expected[0], ", ",
+                       expected[1] / contract_.weight.block, "]"}));
+    }
+  } else {
+    const auto* value = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
+    if (value == nullptr) {
+      throw Error(cat({"weight ", to_string(weight.id), " does not arrive in BF16; under this "
+                       "contract it must"}));
+    }
+    shape = value->shape;
+  }
+  if (shape == expected) return;
+  throw Error(cat({"weight ", to_string(weight.id), " is [", shape[0], ", ", shape[1],
+                   "]; expected [", expected[0], ", ", expected[1], "]"}));
+}
+
+void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  const auto shape = weight_shape(model_, id.role);
+  dequantized_.resize(static_cast<std::size_t>(shape[0] * shape[1]));
+  const TensorView<Bf16, 2> plain = {dequantized_.data(), shape, {shape[1], 1}};
+  kernels::dequantize({.codes = value, .rule = contract_.weight, .bf16 = plain});
+  place(id, plain);
+}
+
+void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
+  const auto copy = [&](Bf16* to) {
+    for (std::int64_t row = 0; row < value.shape[0]; ++row) {
+      to = std::copy_n(value.data + row * value.stride[0], value.shape[1], to);
+    }
+  };
+  const auto expert = [&](PackedMatrix base) {
+    base.data += id.expert.value * kernels::packed_elements(base.out, base.in);
+    kernels::pack_rows(value, 0, base);
+  };
+  LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  switch (id.role) {
+    case Role::kEmbedding:
+      copy(embedding_.data());
+      if (model_.tied_embeddings) kernels::pack_rows(value, 0, head_);
+      return;
+    case Role::kFinalNorm: return copy(final_norm_.data());
+    case Role::kHead: return kernels::pack_rows(value, 0, head_);
+    case Role::kAttentionNorm: return copy(layer.attention_norm.data());
+    case Role::kQ: return kernels::pack_rows(value, 0, layer.qkv);
+    case Role::kK: return kernels::pack_rows(value, model_.q_width(), layer.qkv);
+    case Role::kV: return kernels::pack_rows(value, model_.q_width() + model_.kv_width(), layer.qkv);
+    case Role::kO: return kernels::pack_rows(value, 0, layer.o);
+    case Role::kQNorm: return copy(layer.q_norm.data());
+    case Role::kKNorm: return copy(layer.k_norm.data());
+    case Role::kMlpNorm: return copy(layer.mlp_norm.data());
+    case Role::kRouter: return kernels::pack_rows(value, 0, layer.router);
+    case Role::kGateUp: return expert(layer.gate_up);
+    case Role::kDown: return expert(layer.down);
+  }
+}
+
+}  // namespace lockstep::rollout
