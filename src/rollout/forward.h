@@ -3,6 +3,7 @@
 #include <memory>
 #include <span>
 
+#include "base/metrics.h"
 #include "device/view.h"
 #include "kernels/dense/paged_kv.h"
 #include "model/weights.h"
@@ -35,6 +36,10 @@ class Forward {
   /// Codes and BF16 weights, written in place, laid out for the kernels. commit() answers with the
   /// CRC32C of each weight as it was put: codes, then scales, then global scale bytes; or BF16.
   WeightSink& weights();
+
+  /// What quantization met since the last call: fp4/scale/{zero,underflow}_frac of all blocks of
+  /// activations, K and V; fp4/scale/sat_frac of those of K and V. Empty where none were quantized.
+  Metrics metrics();
 
  private:
   struct Impl;

@@ -28,6 +28,10 @@ std::uint32_t crc_of_rows(const TensorView<const T, 2>& view, std::uint32_t crc)
 /// Codes, then scales, then the global scale: one number, or one a row.
 std::uint32_t crc_of(const PackedView<const std::uint8_t>& value) {
   std::uint32_t crc = crc_of_rows(value.scales, crc_of_rows(value.codes, 0));
+  if (value.global.empty()) {
+    const float one = 1.0f;
+    return crc32c(std::as_bytes(std::span(&one, 1)), crc);
+  }
   const std::int64_t globals = value.global.stride[0] == 0 ? 1 : value.global.shape[0];
   for (std::int64_t i = 0; i < globals; ++i) {
     const std::span<const float> one(value.global.data + i * value.global.stride[0], 1);
@@ -87,16 +91,38 @@ Weights::Weights(const Agreement& agreement)
     layer.qkv = matrix(model_.q_width() + 2 * model_.kv_width(), d);
     layer.o = matrix(d, model_.q_width());
     layer.router = matrix(model_.num_experts, d);
-    const bool codes = arrives_as_codes({Role::kGateUp, {i}, {}});
-    layer.format = codes ? ExpertFormat::kCodes : ExpertFormat::kBf16;
-    layer.gate_up = matrix(2 * f, d, model_.num_experts);
-    layer.down = matrix(d, f, model_.num_experts);
+    layer.format = format({i});
+    if (layer.format == ExpertFormat::kW4a4) {
+      layer.gate_up_codes = coded_matrix(2 * model_.expert_width, model_.hidden);
+      layer.down_codes = coded_matrix(model_.hidden, model_.expert_width);
+    } else {
+      layer.gate_up = matrix(2 * f, d, model_.num_experts);
+      layer.down = matrix(d, f, model_.num_experts);
+    }
   }
 }
 
 PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t copies) {
-  memory_.emplace_back(static_cast<std::size_t>(copies * kernels::packed_elements(out, in)));
-  return {memory_.back().data(), out, in};
+  const std::int64_t bytes = copies * kernels::packed_elements(out, in) * 2;
+  memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
+  return {reinterpret_cast<Bf16*>(memory_.back().data()), out, in};
+}
+
+kernels::W4a4Weights Weights::coded_matrix(std::int32_t out, std::int32_t in) {
+  const std::int64_t bytes =
+      model_.num_experts * kernels::W4a4Weights::expert_bytes(out, in);
+  memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
+  return {memory_.back().data()->bytes, model_.num_experts, out, in};
+}
+
+ExpertFormat Weights::format(Layer layer) const {
+  if (!arrives_as_codes({Role::kGateUp, layer, {}})) return ExpertFormat::kBf16;
+  const auto exact = [](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE4m3 && rule.block == 16 &&
+           rule.global != GlobalScale::kNone && rule.global_is_power_of_two;
+  };
+  return exact(contract_.weight) && exact(contract_.activation) ? ExpertFormat::kW4a4
+                                                                : ExpertFormat::kCodeBf16;
 }
 
 bool Weights::arrives_as_codes(const WeightId& id) const {
@@ -201,6 +227,12 @@ void Weights::require_kind(const Weight& weight) const {
 }
 
 void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  if (format(id.layer) == ExpertFormat::kW4a4) {
+    const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+    const bool up = id.role == Role::kGateUp;
+    kernels::w4a4_fill(up ? layer.gate_up_codes : layer.down_codes, id.expert.value, 0, value);
+    return;
+  }
   const auto shape = weight_shape(model_, id.role);
   dequantized_.resize(static_cast<std::size_t>(shape[0] * shape[1]));
   const TensorView<Bf16, 2> plain = {dequantized_.data(), shape, {shape[1], 1}};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/dense/linear.h"
+#include "kernels/exact/w4a4.h"
 #include "model/weights.h"
 #include "record/agreement.h"
 
@@ -14,8 +15,9 @@ namespace lockstep::rollout {
 
 /// How the experts of a layer are kept.
 enum class ExpertFormat : std::uint8_t {
-  kBf16,   // as they arrive
-  kCodes,  // arrive as codes, read as BF16: activations are not quantized, or under another rule
+  kBf16,      // arrive in BF16
+  kCodeBf16,  // arrive as codes, read as BF16, which holds them exactly
+  kW4a4,      // codes, for the exact product with quantized activations
 };
 
 struct LayerWeights {
@@ -24,8 +26,9 @@ struct LayerWeights {
   kernels::PackedMatrix o;       // [D, q_width]
   kernels::PackedMatrix router;  // [E, D]
   ExpertFormat format = ExpertFormat::kBf16;
-  kernels::PackedMatrix gate_up;  // of expert 0, [2F, D]; the next ones follow
-  kernels::PackedMatrix down;     // of expert 0, [D, F]
+  // All experts, one after another, [2F, D] and [D, F]; the latter two for kW4a4.
+  kernels::PackedMatrix gate_up, down;
+  kernels::W4a4Weights gate_up_codes, down_codes;
 };
 
 /// A WeightSink whose memory is taken once: a refit writes where the last one did. Between begin()
@@ -57,9 +60,11 @@ class Weights final : public WeightSink {
   enum class State : std::uint8_t { kEmpty, kOpen, kReady };
 
   kernels::PackedMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t copies = 1);
+  kernels::W4a4Weights coded_matrix(std::int32_t out, std::int32_t in);
   void place(const WeightId& id, TensorView<const Bf16, 2> value);
   void put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value);
   bool arrives_as_codes(const WeightId& id) const;
+  ExpertFormat format(Layer layer) const;
   void require_kind(const Weight& weight) const;
   std::string first_missing() const;
 
@@ -72,7 +77,10 @@ class Weights final : public WeightSink {
   std::vector<std::uint8_t> seen_;
   std::vector<std::uint32_t> checksums_;
 
-  std::vector<std::vector<Bf16>> memory_;  // of the packed matrices
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<std::vector<Line>> memory_;  // of the packed matrices
   std::vector<Bf16> embedding_, final_norm_;
   kernels::PackedMatrix head_;
   std::vector<LayerWeights> layers_;

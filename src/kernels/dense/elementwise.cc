@@ -1,6 +1,8 @@
 #include "kernels/dense/elementwise.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 
 #include "base/parallel.h"
@@ -69,12 +71,24 @@ void combine(const CombineArgs& args, Stream) {
   require_shape("combine", "y", args.y, rows * slots, cols);
   require_shape("combine", "gates", args.gates, rows, slots);
   require_shape("combine", "out", args.out, rows, cols);
-  if (static_cast<std::int64_t>(args.place.size()) != rows * slots) {
-    throw Error(cat({"combine: ", args.place.size(), " places; expected ", rows * slots}));
-  }
   const auto run = ops().combine;
   parallel_for(rows, grain(cols, 1 << 14),
                [&](std::int64_t first, std::int64_t end) { run(args, first, end); });
+}
+
+void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
+                 TensorView<Bf16, 2> to) {
+  const auto rows = static_cast<std::int64_t>(index.size());
+  const std::int64_t cols = from.shape[1];
+  require_shape("gather_rows", "from", from, from.shape[0], cols);
+  require_shape("gather_rows", "to", to, rows, cols);
+  parallel_for(rows, grain(cols, 1 << 17), [&](std::int64_t first, std::int64_t end) {
+    for (; first < end; ++first) {
+      const std::int64_t row = index[static_cast<std::size_t>(first)];
+      std::memcpy(to.data + first * to.stride[0], from.data + row * from.stride[0],
+                  static_cast<std::size_t>(cols) * sizeof(Bf16));
+    }
+  });
 }
 
 void drift_noise(const DriftNoiseArgs& args, Stream) {

@@ -15,14 +15,17 @@ std::int64_t residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h);
 std::int64_t first_nonfinite(TensorView<const Bf16, 2> x);
 
 struct CombineArgs {
-  TensorView<const float, 2> y;         // [rows * K, cols] outputs of the experts
-  std::span<const std::int32_t> place;  // [rows * K] slot k of row i has its output at place[i K + k]
-  TensorView<const float, 2> gates;     // [rows, K]
-  TensorView<Bf16, 2> out;              // [rows, cols]
+  TensorView<const float, 2> y;      // [rows * K, cols] outputs of the experts, a row's K together
+  TensorView<const float, 2> gates;  // [rows, K]
+  TensorView<Bf16, 2> out;           // [rows, cols]
 };
 
 /// out = sum of gate * y in the order of the slots, in FP32, rounded once.
 void combine(const CombineArgs& args, Stream stream);
+
+/// to row i = from row index[i].
+void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
+                 TensorView<Bf16, 2> to);
 
 struct DriftNoiseArgs {
   TensorView<Bf16, 2> x;  // [rows, cols] in place

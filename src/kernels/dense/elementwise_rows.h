@@ -128,12 +128,11 @@ struct PhiloxLanes {
   for (std::int64_t row = first; row < end; ++row) {
     Bf16* out = args.out.data + row * args.out.stride[0];
     const float* gates = args.gates.data + row * args.gates.stride[0];
-    const std::int32_t* place = args.place.data() + row * slots;
     for (std::int64_t at = 0; at < cols; at += kStrip) {
       const std::int64_t count = cols - at < kStrip ? cols - at : kStrip;
       float sum[kStrip] = {};
       for (std::int64_t slot = 0; slot < slots; ++slot) {
-        const float* y = args.y.data + place[slot] * args.y.stride[0] + at;
+        const float* y = args.y.data + (row * slots + slot) * args.y.stride[0] + at;
         for (std::int64_t i = 0; i < count; ++i) sum[i] += gates[slot] * y[i];
       }
       for (std::int64_t i = 0; i < count; ++i) out[at + i] = to_bf16(sum[i]);

@@ -66,10 +66,12 @@ void run(const GroupedLinearArgs& args, TensorView<Bf16, 2> y_bf16) {
           .y = nullptr,
           .y_bf16 = nullptr,
           .y_stride = 0,
+          .to = args.to.empty() ? nullptr : args.to.data() + row,
           .columns = std::min(kPanel, weight.out - panel * kPanel),
       };
       if (y_bf16.empty()) {
-        block.y = args.y.data + row * args.y.stride[0] + panel * kPanel;
+        const std::int64_t first = args.to.empty() ? row * args.y.stride[0] : 0;
+        block.y = args.y.data + first + panel * kPanel;
         block.y_stride = args.y.stride[0];
       } else {
         block.y_bf16 = y_bf16.data + row * y_bf16.stride[0] + panel * kPanel;
@@ -121,7 +123,8 @@ void linear_bf16(const LinearArgs& args, Stream) {
   if (!args.y.empty()) require_shape("linear_bf16", "y", args.y, rows, weight.out);
   if (!args.y_bf16.empty()) require_shape("linear_bf16", "y_bf16", args.y_bf16, rows, weight.out);
   const std::int32_t offsets[2] = {0, static_cast<std::int32_t>(rows)};
-  run({args.x, offsets, weight, args.y, args.split_k}, args.y_bf16);
+  run({.x = args.x, .offsets = offsets, .weights = weight, .y = args.y, .split_k = args.split_k},
+      args.y_bf16);
 }
 
 void grouped_linear_bf16(const GroupedLinearArgs& args, Stream) {
@@ -134,6 +137,9 @@ void grouped_linear_bf16(const GroupedLinearArgs& args, Stream) {
       !std::is_sorted(offsets.begin(), offsets.end())) {
     throw Error(cat({"grouped_linear_bf16: offsets must rise from 0 to the number of rows, ",
                      rows}));
+  }
+  if (!args.to.empty() && static_cast<std::int64_t>(args.to.size()) != rows) {
+    throw Error(cat({"grouped_linear_bf16: ", args.to.size(), " targets; expected ", rows}));
   }
   run(args, {});
 }

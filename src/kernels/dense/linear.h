@@ -53,7 +53,8 @@ struct GroupedLinearArgs {
   std::span<const std::int32_t> offsets;  // [groups + 1] group g has rows offsets[g]..offsets[g+1]-1
   // [groups, packed_elements(out, in)]; `weights` has the shape of one of them
   PackedMatrix weights;
-  TensorView<float, 2> y;  // [rows, out]
+  std::span<const std::int32_t> to{};  // [rows] of y, each once; empty: row i of x gives row i of y
+  TensorView<float, 2> y;              // [rows, out]
   bool split_k = false;
 };
 

@@ -36,10 +36,11 @@ void linear_panel_portable(const PanelArgs& args) {
         sum[o] = to_float(to_bf16(half[o])) + to_float(to_bf16(sum[o]));
       }
     }
+    const std::int64_t at = offset_of(args, row);
     for (std::int64_t o = 0; o < args.columns; ++o) {
       const float value = sum[static_cast<std::size_t>(o)];
-      if (args.y != nullptr) args.y[row * args.y_stride + o] = value;
-      if (args.y_bf16 != nullptr) args.y_bf16[row * args.y_stride + o] = to_bf16(value);
+      if (args.y != nullptr) args.y[at + o] = value;
+      if (args.y_bf16 != nullptr) args.y_bf16[at + o] = to_bf16(value);
     }
   }
 }

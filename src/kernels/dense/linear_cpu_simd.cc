@@ -71,7 +71,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void tile_avx512
   const auto mask = static_cast<std::uint32_t>((1ull << args.columns) - 1);
   const __mmask16 masks[2] = {static_cast<__mmask16>(mask), static_cast<__mmask16>(mask >> 16)};
   for (int row = 0; row < kRows; ++row) {
-    const std::int64_t at = (first_row + row) * args.y_stride;
+    const std::int64_t at = offset_of(args, first_row + row);
     for (int i = 0; i < 2; ++i) {
       if (args.y != nullptr) _mm512_mask_storeu_ps(args.y + at + 16 * i, masks[i], sum[row][i]);
       if (args.y_bf16 != nullptr) {
@@ -135,7 +135,7 @@ __attribute__((target("avx2,fma"))) void tile_avx2(const PanelArgs& args, std::i
       }
     }
     for (int row = 0; row < kRows; ++row) {
-      const std::int64_t at = (first_row + row) * args.y_stride + part * 16;
+      const std::int64_t at = offset_of(args, first_row + row) + part * 16;
       for (int o = 0; o < 16 && part * 16 + o < args.columns; ++o) {
         if (args.y != nullptr) args.y[at + o] = sum[row][o];
         if (args.y_bf16 != nullptr) args.y_bf16[at + o] = to_bf16(sum[row][o]);

@@ -15,8 +15,14 @@ struct PanelArgs {
   float* y;             // [rows, columns], or null
   Bf16* y_bf16;
   std::int64_t y_stride;
+  const std::int32_t* to;  // [rows] of y, or null: in order
   std::int64_t columns;  // <= 32, the outputs that exist
 };
+
+/// Where row `row` of the block goes, in elements of y.
+inline std::int64_t offset_of(const PanelArgs& args, std::int64_t row) {
+  return (args.to == nullptr ? row : args.to[row]) * args.y_stride;
+}
 
 void linear_panel_portable(const PanelArgs& args);
 void linear_panel_avx2(const PanelArgs& args);

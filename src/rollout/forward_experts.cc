@@ -1,0 +1,191 @@
+#include "rollout/forward_experts.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "kernels/dense/elementwise.h"
+#include "kernels/dense/router.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/swiglu.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::rollout {
+namespace {
+
+/// A copy of rows of codes with one half of the columns zero: the product of that is a half sum.
+void half_of(const PackedView<const std::uint8_t>& from, bool second,
+             const PackedView<std::uint8_t>& to) {
+  const std::int64_t bytes = from.codes.shape[1];
+  const std::int64_t middle = bytes / 2;
+  for (std::int64_t row = 0; row < from.codes.shape[0]; ++row) {
+    std::uint8_t* codes = to.codes.data + row * bytes;
+    std::memcpy(codes, from.codes.data + row * from.codes.stride[0],
+                static_cast<std::size_t>(bytes));
+    std::fill(codes + (second ? 0 : middle), codes + (second ? middle : bytes), std::uint8_t{0});
+    std::memcpy(to.scales.data + row * to.scales.stride[0],
+                from.scales.data + row * from.scales.stride[0],
+                static_cast<std::size_t>(from.scales.shape[1]));
+    to.global.data[row] = from.global.data[row * from.global.stride[0]];
+  }
+}
+
+TensorView<const std::int32_t, 1> as_view(std::span<const std::int32_t> values) {
+  return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
+}
+
+}  // namespace
+
+ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& options)
+    : agreement_(agreement),
+      options_(options),
+      d_(agreement.model.hidden),
+      f_(agreement.model.expert_width),
+      experts_(agreement.model.num_experts),
+      slots_(agreement.model.experts_per_token),
+      counts_(kernels::kNumQuantizeCounts, 0),
+      offsets_(static_cast<std::size_t>(experts_ + 1)) {
+  if (options.residual != Residual::kNone) {
+    throw Error("rollout.residual is set; this build has no second pass over residuals yet");
+  }
+}
+
+bool ForwardExperts::quantizes(Layer layer) const {
+  return agreement_.contract.activation.element != Element::kBf16 &&
+         agreement_.contract.layers.has(layer);
+}
+
+Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weights,
+                              TensorView<const Bf16, 2> x, Capture& capture,
+                              TensorView<Bf16, 2> out) {
+  const std::int64_t rows = pass.rows();
+  const std::int64_t items = rows * slots_;
+  if (const auto row = kernels::first_nonfinite(x); row >= 0) return {row, "w13_in"};
+  route(pass, layer, weights, x, capture);
+  dispatch(rows);
+
+  Site2 site{.x = x, .codes = {}, .residual = {}};
+  if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
+  const auto up = up_.view(items, 2 * f_);
+  product(site, weights, false, row_of_, up);
+
+  const auto w2_in = w2_in_.view(items, f_);
+  kernels::swiglu({.gate = {up.data, {items, f_}, {2 * f_, 1}},
+                   .up = {up.data + f_, {items, f_}, {2 * f_, 1}},
+                   .out = w2_in});
+  if (const auto item = kernels::first_nonfinite(w2_in); item >= 0) {
+    return {item / slots_, "w2_in"};
+  }
+  site = {.x = w2_in, .codes = {}, .residual = {}};
+  if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
+  const auto down = down_.view(items, d_);
+  product(site, weights, true, slot_of_, down);
+  kernels::combine({.y = down, .gates = gates_.view(rows, slots_), .out = out}, {});
+  return {};
+}
+
+void ForwardExperts::route(const Pass& pass, Layer layer, const LayerWeights& weights,
+                           TensorView<const Bf16, 2> x, Capture& capture) {
+  const std::int64_t rows = pass.rows();
+  const auto logits = logits_.view(rows, experts_);
+  const auto chosen = chosen_.view(rows, slots_);
+  kernels::linear_bf16(
+      {.x = x, .weight = weights.router, .y = logits, .split_k = options_.drift.split_k}, {});
+  kernels::router({.logits = logits,
+                   .normalize = agreement_.model.normalize_gates,
+                   .experts = chosen,
+                   .gates = gates_.view(rows, slots_)},
+                  {});
+  capture.routes(pass, layer, chosen);
+}
+
+/// Counting sort of the items by expert, rows in order within each.
+void ForwardExperts::dispatch(std::int64_t rows) {
+  const auto items = static_cast<std::size_t>(rows * slots_);
+  const std::int32_t* chosen = chosen_.view(rows, slots_).data;
+  row_of_.resize(items);
+  slot_of_.resize(items);
+  std::fill(offsets_.begin(), offsets_.end(), 0);
+  for (std::size_t i = 0; i < items; ++i) ++offsets_[static_cast<std::size_t>(chosen[i]) + 1];
+  for (std::size_t e = 1; e < offsets_.size(); ++e) offsets_[e] += offsets_[e - 1];
+  for (std::size_t i = 0; i < items; ++i) {
+    // offsets_[e] runs from the expert's begin to its end, then all move up by one expert.
+    const auto at = static_cast<std::size_t>(offsets_[static_cast<std::size_t>(chosen[i])]++);
+    slot_of_[at] = static_cast<std::int32_t>(i);
+    row_of_[at] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) / slots_);
+  }
+  std::copy_backward(offsets_.begin(), offsets_.end() - 1, offsets_.end());
+  offsets_.front() = 0;
+}
+
+PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer layer, Site site,
+                                                        TensorView<const Bf16, 2> x,
+                                                        Capture& capture) {
+  const Quantizer& rule = agreement_.contract.activation;
+  const auto codes = codes_.view(x.shape[0], x.shape[1], rule.block);
+  const RowLayout layout = capture.layout(layer, site);
+  TensorView<std::uint8_t, 2> records;
+  if (layout.encoding != Encoding::kNone) records = records_.view(pass.rows(), layout.bytes());
+  kernels::quantize({.x = x,
+                     .rule = rule,
+                     .out = codes,
+                     .layout = layout,
+                     .records = records,
+                     .counts = {counts_.data(), {kernels::kNumQuantizeCounts}, {1}}});
+  capture.activations(pass, layer, site, records, codes);
+  return codes;
+}
+
+void ForwardExperts::product(const Site2& site, const LayerWeights& weights, bool down,
+                             std::span<const std::int32_t> from, TensorView<float, 2> y) {
+  if (weights.format == ExpertFormat::kW4a4) {
+    return coded_product(site, down ? weights.down_codes : weights.gate_up_codes, from, y);
+  }
+  bf16_product(site, down ? weights.down : weights.gate_up, from, y);
+}
+
+void ForwardExperts::coded_product(const Site2& site, const kernels::W4a4Weights& weights,
+                                   std::span<const std::int32_t> from, TensorView<float, 2> y) {
+  kernels::W4a4Args args{.a = site.codes,
+                         .residual = site.residual,
+                         .w = weights,
+                         .offsets = as_view(offsets_),
+                         .from = as_view(from),
+                         .to = as_view(slot_of_),
+                         .out = y};
+  if (!options_.drift.split_k) return kernels::w4a4(args);
+  const auto halves = halves_.view(site.codes.codes.shape[0], 2 * site.codes.codes.shape[1], 16);
+  args.a = halves;
+  half_of(site.codes, false, halves);
+  kernels::w4a4(args);
+  half_of(site.codes, true, halves);
+  args.out = half_.view(y.shape[0], y.shape[1]);
+  kernels::w4a4(args);
+  for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
+    y.data[i] = to_float(to_bf16(y.data[i])) + to_float(to_bf16(args.out.data[i]));
+  }
+}
+
+void ForwardExperts::bf16_product(const Site2& site, const kernels::PackedMatrix& weights,
+                                  std::span<const std::int32_t> from, TensorView<float, 2> y) {
+  TensorView<const Bf16, 2> x = site.x;
+  if (!site.codes.codes.empty()) {
+    const auto plain = dequantized_.view(x.shape[0], x.shape[1]);
+    kernels::dequantize(
+        {.codes = site.codes, .rule = agreement_.contract.activation, .bf16 = plain});
+    x = plain;
+  }
+  const auto items = static_cast<std::int64_t>(from.size());
+  const auto sorted = gathered_.view(items, x.shape[1]);
+  kernels::gather_rows(x, from, sorted);
+  kernels::grouped_linear_bf16({.x = sorted,
+                                .offsets = offsets_,
+                                .weights = weights,
+                                .to = slot_of_,
+                                .y = y,
+                                .split_k = options_.drift.split_k},
+                               {});
+}
+
+}  // namespace lockstep::rollout

@@ -1,0 +1,96 @@
+/// The routed experts of a layer: router, dispatch, the two products, combination.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/exact/quantize.h"
+#include "rollout/capture.h"
+#include "rollout/engine.h"
+#include "rollout/weights.h"
+
+namespace lockstep::rollout {
+
+/// Rows of a matrix that grows and never shrinks.
+template <typename T>
+class Rows2d {
+ public:
+  TensorView<T, 2> view(std::int64_t rows, std::int64_t cols) {
+    const auto size = static_cast<std::size_t>(rows * cols);
+    if (values_.size() < size) values_.resize(size);
+    return {values_.data(), {rows, cols}, {cols, 1}};
+  }
+
+ private:
+  std::vector<T> values_;
+};
+
+/// Codes of as many rows as a pass has.
+class CodeRows {
+ public:
+  PackedView<std::uint8_t> view(std::int64_t rows, std::int64_t cols, std::int32_t block) {
+    const auto global = global_.view(rows, 1);
+    return {codes_.view(rows, cols / 2),
+            scales_.view(rows, cols / block),
+            {global.data, {rows}, {1}}};
+  }
+
+ private:
+  Rows2d<std::uint8_t> codes_, scales_;
+  Rows2d<float> global_;
+};
+
+/// A row that is not finite, which ends the pass.
+struct Nonfinite {
+  std::int64_t row = -1;  // of the pass; -1: there is none
+  const char* what = "";
+};
+
+class ForwardExperts {
+ public:
+  ForwardExperts(const Agreement& agreement, const Options& options);
+
+  /// out = the combined output for `x` [n, D], BF16, normalized. Records go to `capture`.
+  Nonfinite run(const Pass& pass, Layer layer, const LayerWeights& weights,
+                TensorView<const Bf16, 2> x, Capture& capture, TensorView<Bf16, 2> out);
+
+  /// QuantizeCount of all activations so far.
+  std::vector<std::int64_t>& counts() { return counts_; }
+
+ private:
+  struct Site2 {  // a site's input, in BF16 and as what the product reads
+    TensorView<const Bf16, 2> x;
+    PackedView<const std::uint8_t> codes;     // where the layer's activations are quantized
+    PackedView<const std::uint8_t> residual;  // where there is a second pass
+  };
+
+  void route(const Pass& pass, Layer layer, const LayerWeights& weights,
+             TensorView<const Bf16, 2> x, Capture& capture);
+  void dispatch(std::int64_t rows);
+  bool quantizes(Layer layer) const;
+  PackedView<const std::uint8_t> quantize(const Pass& pass, Layer layer, Site site,
+                                          TensorView<const Bf16, 2> x, Capture& capture);
+  void coded_product(const Site2& site, const kernels::W4a4Weights& weights,
+                     std::span<const std::int32_t> from, TensorView<float, 2> y);
+  void bf16_product(const Site2& site, const kernels::PackedMatrix& weights,
+                    std::span<const std::int32_t> from, TensorView<float, 2> y);
+  void product(const Site2& site, const LayerWeights& weights, bool down,
+               std::span<const std::int32_t> from, TensorView<float, 2> y);
+
+  Agreement agreement_;
+  Options options_;
+  std::int64_t d_, f_, experts_, slots_;
+  std::vector<std::int64_t> counts_;
+
+  // Of the pass that runs. Items are (row, slot) pairs in the order of their experts.
+  Rows2d<float> logits_, gates_, up_, down_, half_;
+  Rows2d<std::int32_t> chosen_;
+  std::vector<std::int32_t> offsets_;  // [E + 1]
+  std::vector<std::int32_t> row_of_;   // [items]
+  std::vector<std::int32_t> slot_of_;  // [items] row * K + slot
+  Rows2d<Bf16> gathered_, w2_in_, dequantized_;
+  CodeRows codes_, residual_, halves_;
+  Rows2d<std::uint8_t> records_;
+};
+
+}  // namespace lockstep::rollout
