@@ -36,7 +36,8 @@ void require_pass(const Pass& pass, const ModelConfig& model, std::size_t layers
   }
   for (const Token token : pass.tokens) {
     if (token >= 0 && token < model.vocabulary) continue;
-    throw Error(cat({"forward: token ", token, " is outside the vocabulary of ", model.vocabulary}));
+    throw Error(
+        cat({"forward: token ", token, " is outside the vocabulary of ", model.vocabulary}));
   }
   for (const std::int32_t row : pass.wanted) {
     if (row >= 0 && static_cast<std::size_t>(row) < rows) continue;
@@ -137,7 +138,8 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   turn.x = k;
   turn.norm = w.k_norm;
   kernels::rope(turn, {});
-  if (const auto row = kernels::first_nonfinite(qkv); row >= 0) stop(pass, layer, {row, "q, k or v"});
+  if (const auto row = kernels::first_nonfinite(qkv); row >= 0)
+    stop(pass, layer, {row, "q, k or v"});
 
   const kernels::PagedRows where = {pass.positions, pass.sequence, pass.pages};
   const TensorView<std::int64_t, 1> counts = {kv_counts.data(), {kernels::kNumQuantizeCounts}, {1}};
@@ -159,8 +161,7 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
 
 void Forward::Impl::feed(const Pass& pass, std::int32_t layer, Capture& capture) {
   const LayerWeights& w = weights.layer(layer);
-  kernels::rms_norm(
-      {.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()}, {});
+  kernels::rms_norm({.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()}, {});
   const Nonfinite found = experts.run(pass, {layer}, w, x(), capture, o());
   if (found.row >= 0) stop(pass, layer, found);
   add(pass, layer, kAfterExperts, o());
@@ -191,15 +192,14 @@ TensorView<const float, 2> Forward::Impl::logits_of(const Pass& pass) {
   kernels::gather_rows(h(), pass.wanted, last);
   kernels::rms_norm({.x = last, .weight = weights.final_norm(), .eps = model.rms_eps, .y = last},
                     {});
-  kernels::linear_bf16({.x = last,
-                        .weight = weights.head(),
-                        .y = logits,
-                        .split_k = options.drift.split_k},
-                       {});
+  kernels::linear_bf16(
+      {.x = last, .weight = weights.head(), .y = logits, .split_k = options.drift.split_k}, {});
   for (std::int64_t i = 0; i < count; ++i) {
     const float* row = logits.data + i * model.vocabulary;
-    const bool finite = std::all_of(row, row + model.vocabulary, [](float x) { return is_finite(x); });
-    if (!finite) stop(pass, model.num_layers, {pass.wanted[static_cast<std::size_t>(i)], "a logit"});
+    const bool finite =
+        std::all_of(row, row + model.vocabulary, [](float x) { return is_finite(x); });
+    if (!finite)
+      stop(pass, model.num_layers, {pass.wanted[static_cast<std::size_t>(i)], "a logit"});
   }
   return logits;
 }

@@ -30,9 +30,8 @@ class CodeRows {
  public:
   PackedView<std::uint8_t> view(std::int64_t rows, std::int64_t cols, std::int32_t block) {
     const auto global = global_.view(rows, 1);
-    return {codes_.view(rows, cols / 2),
-            scales_.view(rows, cols / block),
-            {global.data, {rows}, {1}}};
+    return {
+        codes_.view(rows, cols / 2), scales_.view(rows, cols / block), {global.data, {rows}, {1}}};
   }
 
  private:

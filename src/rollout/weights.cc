@@ -109,8 +109,7 @@ PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t cop
 }
 
 kernels::W4a4Weights Weights::coded_matrix(std::int32_t out, std::int32_t in) {
-  const std::int64_t bytes =
-      model_.num_experts * kernels::W4a4Weights::expert_bytes(out, in);
+  const std::int64_t bytes = model_.num_experts * kernels::W4a4Weights::expert_bytes(out, in);
   memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
   return {memory_.back().data()->bytes, model_.num_experts, out, in};
 }
@@ -132,13 +131,13 @@ bool Weights::arrives_as_codes(const WeightId& id) const {
 
 void Weights::begin(WeightVersion version, ContractId contract) {
   if (state_ == State::kOpen) {
-    throw Error(cat({"weights: version ", version.value, " is begun while version ",
-                     version_.value, " lacks ", first_missing()}));
+    throw Error(cat({"weights: version ", version.value, " is begun while version ", version_.value,
+                     " lacks ", first_missing()}));
   }
   if (contract != contract_.id()) {
-    throw Error(cat({"weights: they come under contract ", contract.value,
-                     ", the engine was built for ", contract_.id().value,
-                     "; give both the same one"}));
+    throw Error(
+        cat({"weights: they come under contract ", contract.value, ", the engine was built for ",
+             contract_.id().value, "; give both the same one"}));
   }
   state_ = State::kOpen;
   version_ = version;
@@ -174,8 +173,8 @@ std::vector<std::uint32_t> Weights::commit() {
   if (state_ != State::kOpen) throw Error("weights: commit() without begin()");
   const std::string missing = first_missing();
   if (!missing.empty()) {
-    throw Error(cat({"weights: version ", version_.value, " cannot be committed without ",
-                     missing}));
+    throw Error(
+        cat({"weights: version ", version_.value, " cannot be committed without ", missing}));
   }
   state_ = State::kReady;
   return checksums_;
@@ -207,16 +206,16 @@ void Weights::require_kind(const Weight& weight) const {
     }
     shape = {value->codes.shape[0], 2 * value->codes.shape[1]};
     const auto& scales = value->scales.shape;
-    if (scales != std::array<std::int64_t, 2>{expected[0],
-                                              expected[1] / contract_.weight.block}) {
-      throw Error(cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ",
-                       scales[1], "]; expected [", expected[0], ", ",
-                       expected[1] / contract_.weight.block, "]"}));
+    if (scales != std::array<std::int64_t, 2>{expected[0], expected[1] / contract_.weight.block}) {
+      throw Error(
+          cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ", scales[1],
+               "]; expected [", expected[0], ", ", expected[1] / contract_.weight.block, "]"}));
     }
   } else {
     const auto* value = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
     if (value == nullptr) {
-      throw Error(cat({"weight ", to_string(weight.id), " does not arrive in BF16; under this "
+      throw Error(cat({"weight ", to_string(weight.id),
+                       " does not arrive in BF16; under this "
                        "contract it must"}));
     }
     shape = value->shape;
@@ -261,7 +260,8 @@ void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
     case Role::kAttentionNorm: return copy(layer.attention_norm.data());
     case Role::kQ: return kernels::pack_rows(value, 0, layer.qkv);
     case Role::kK: return kernels::pack_rows(value, model_.q_width(), layer.qkv);
-    case Role::kV: return kernels::pack_rows(value, model_.q_width() + model_.kv_width(), layer.qkv);
+    case Role::kV:
+      return kernels::pack_rows(value, model_.q_width() + model_.kv_width(), layer.qkv);
     case Role::kO: return kernels::pack_rows(value, 0, layer.o);
     case Role::kQNorm: return copy(layer.q_norm.data());
     case Role::kKNorm: return copy(layer.k_norm.data());

@@ -26,7 +26,8 @@ void require_cache(const char* op, const PagedKv& kv, std::int64_t width) {
   if (kv.rule.element == Element::kBf16) return;
   if (kv.rule.element != Element::kE2m1 || kv.rule.scale != ScaleFormat::kE4m3 ||
       !kv.rule.global_is_power_of_two) {
-    throw Error(cat({op, ": the cache holds BF16, or E2M1 under E4M3 scales and a power of two; "
+    throw Error(cat({op,
+                     ": the cache holds BF16, or E2M1 under E4M3 scales and a power of two; "
                      "the contract's rule for K or V is another"}));
   }
 }
@@ -121,8 +122,7 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
   for (std::int64_t row = 0; row < rows; ++row) {
     std::byte* to = target(row);
     std::memcpy(to, staging.codes.data() + row * codes, static_cast<std::size_t>(codes));
-    std::memcpy(to + codes, staging.scales.data() + row * scales,
-                static_cast<std::size_t>(scales));
+    std::memcpy(to + codes, staging.scales.data() + row * scales, static_cast<std::size_t>(scales));
   }
 }
 
@@ -141,14 +141,13 @@ void attention(const AttentionArgs& args, Stream) {
   const std::vector<AttentionTile> work = tiles(args);
   const KvTables k_tables(args.k.exponent);
   const KvTables v_tables(args.v.exponent);
-  parallel_for(static_cast<std::int64_t>(work.size()), 4,
-               [&](std::int64_t first, std::int64_t end) {
-                 static thread_local AttentionScratch scratch;
-                 for (; first < end; ++first) {
-                   run_tile(args, k_tables, v_tables, work[static_cast<std::size_t>(first)],
-                            scratch);
-                 }
-               });
+  parallel_for(
+      static_cast<std::int64_t>(work.size()), 4, [&](std::int64_t first, std::int64_t end) {
+        static thread_local AttentionScratch scratch;
+        for (; first < end; ++first) {
+          run_tile(args, k_tables, v_tables, work[static_cast<std::size_t>(first)], scratch);
+        }
+      });
 }
 
 }  // namespace lockstep::kernels

@@ -34,7 +34,8 @@ struct AttentionScratch {
 
   void fit(std::int64_t heads, std::int64_t dim) {
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-    if (q.size() >= size(heads * dim) && row.size() >= size(dim) && top.size() >= size(heads)) return;
+    if (q.size() >= size(heads * dim) && row.size() >= size(dim) && top.size() >= size(heads))
+      return;
     keys.assign(size(dim * kKeyBlock), 0.0f);
     values.assign(size(dim * kKeyBlock), 0.0f);
     row.assign(size(dim), 0.0f);
@@ -58,8 +59,9 @@ template <typename Visit>
     if (++slot < kv.page_tokens || j + 1 == count) continue;
     slot = 0;
     ++page;
-    row = kv.pool + static_cast<std::int64_t>(pages[static_cast<std::size_t>(page)]) *
-                        kv.page_bytes + kv.offset;
+    row = kv.pool +
+          static_cast<std::int64_t>(pages[static_cast<std::size_t>(page)]) * kv.page_bytes +
+          kv.offset;
   }
 }
 
@@ -183,8 +185,8 @@ struct KvTables {
   const auto pages = args.rows.pages[static_cast<std::size_t>(args.rows.sequence[at(0)])];
   scratch.fit(tile.rows * group, dim);
   for (std::int64_t row = 0; row < tile.rows; ++row) {
-    const Bf16* q = args.q.data + (tile.first_row + row) * args.q.stride[0] +
-                    tile.kv_head * group * dim;
+    const Bf16* q =
+        args.q.data + (tile.first_row + row) * args.q.stride[0] + tile.kv_head * group * dim;
     for (std::int64_t i = 0; i < group * dim; ++i) {
       scratch.q[static_cast<std::size_t>(row * group * dim + i)] = to_float(q[i]);
     }
@@ -196,19 +198,22 @@ struct KvTables {
   const std::int32_t last = args.rows.positions[at(tile.rows - 1)];
   for (std::int32_t first = 0; first <= last; first += kKeyBlock) {
     const std::int32_t count = std::min(kKeyBlock, last + 1 - first);
-    each_row(args.k, pages, first, count, [&](std::int32_t j, const std::byte* row)
-                                              __attribute__((always_inline)) {
-      read_head(args.k, k_tables, row, tile.kv_head, dim, args.num_kv_heads, scratch.row.data());
-      for (std::int64_t c = 0; c < dim; ++c) {
-        scratch.keys[static_cast<std::size_t>(c * kKeyBlock + j)] =
-            scratch.row[static_cast<std::size_t>(c)];
-      }
-    });
-    each_row(args.v, pages, first, count, [&](std::int32_t j, const std::byte* row)
-                                              __attribute__((always_inline)) {
-      read_head(args.v, v_tables, row, tile.kv_head, dim, args.num_kv_heads,
-                scratch.values.data() + j * dim);
-    });
+    each_row(
+        args.k, pages, first,
+        count, [&](std::int32_t j, const std::byte* row) __attribute__((always_inline)) {
+          read_head(args.k, k_tables, row, tile.kv_head, dim, args.num_kv_heads,
+                    scratch.row.data());
+          for (std::int64_t c = 0; c < dim; ++c) {
+            scratch.keys[static_cast<std::size_t>(c * kKeyBlock + j)] =
+                scratch.row[static_cast<std::size_t>(c)];
+          }
+        });
+    each_row(
+        args.v, pages, first,
+        count, [&](std::int32_t j, const std::byte* row) __attribute__((always_inline)) {
+          read_head(args.v, v_tables, row, tile.kv_head, dim, args.num_kv_heads,
+                    scratch.values.data() + j * dim);
+        });
     for (std::int64_t row = 0; row < tile.rows; ++row) {
       const std::int32_t position = args.rows.positions[at(row)];
       if (position < first) continue;
@@ -221,8 +226,8 @@ struct KvTables {
     }
   }
   for (std::int64_t row = 0; row < tile.rows; ++row) {
-    Bf16* out = args.out.data + (tile.first_row + row) * args.out.stride[0] +
-                tile.kv_head * group * dim;
+    Bf16* out =
+        args.out.data + (tile.first_row + row) * args.out.stride[0] + tile.kv_head * group * dim;
     for (std::int64_t head = 0; head < group; ++head) {
       const auto h = static_cast<std::size_t>(row * group + head);
       const float* sums = scratch.sums.data() + h * static_cast<std::size_t>(dim);
@@ -238,8 +243,7 @@ void attention_portable(const AttentionArgs& args, const KvTables& k_tables,
                         AttentionScratch& scratch);
 void attention_avx2(const AttentionArgs& args, const KvTables& k_tables, const KvTables& v_tables,
                     const AttentionTile& tile, AttentionScratch& scratch);
-void attention_avx512(const AttentionArgs& args, const KvTables& k_tables,
-                      const KvTables& v_tables, const AttentionTile& tile,
-                      AttentionScratch& scratch);
+void attention_avx512(const AttentionArgs& args, const KvTables& k_tables, const KvTables& v_tables,
+                      const AttentionTile& tile, AttentionScratch& scratch);
 
 }  // namespace lockstep::kernels

@@ -12,7 +12,8 @@ template <typename T>
 void require_shape(const char* op, const char* name, const TensorView<T, 2>& view,
                    std::int64_t rows, std::int64_t cols) {
   if (view.device != Device{}) {
-    throw Error(cat({op, ": ", name, " lies on a device that this op has no kernel for; move it "
+    throw Error(cat({op, ": ", name,
+                     " lies on a device that this op has no kernel for; move it "
                      "to the CPU"}));
   }
   const bool whole = view.shape[0] == rows && view.shape[1] == cols;

@@ -31,9 +31,9 @@ struct DriftNoiseArgs {
   TensorView<Bf16, 2> x;  // [rows, cols] in place
   float sigma = 0.0f;
   std::uint64_t seed = 0;
-  std::span<const std::uint64_t> streams;    // [rows] with `positions`, what names a row
-  std::span<const std::int32_t> positions;   // [rows]
-  std::uint32_t site = 0;                    // below 2^16
+  std::span<const std::uint64_t> streams;   // [rows] with `positions`, what names a row
+  std::span<const std::int32_t> positions;  // [rows]
+  std::uint32_t site = 0;                   // below 2^16
 };
 
 /// x = bf16(x + sigma / sqrt(2) * (rms(x) * e1 + x * e2)): the declared drift of a study. e1 and e2

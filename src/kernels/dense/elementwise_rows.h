@@ -84,9 +84,9 @@ struct PhiloxLanes {
     const auto i = static_cast<std::size_t>(row);
     for (std::int64_t at = 0; at < cols; at += 2 * kLanes) {
       PhiloxLanes words;
-      words.draw(args.seed, philox_counter(args.streams[i],
-                                           static_cast<std::uint32_t>(args.positions[i]),
-                                           (args.site << 16) + static_cast<std::uint32_t>(at / 2)));
+      words.draw(args.seed,
+                 philox_counter(args.streams[i], static_cast<std::uint32_t>(args.positions[i]),
+                                (args.site << 16) + static_cast<std::uint32_t>(at / 2)));
       float noise[2][2][kLanes];  // [even or odd element][e1 or e2]
       for (std::size_t j = 0; j < kLanes; ++j) {
         gaussians(words.word[0][j], words.word[1][j], noise[0][0][j], noise[0][1][j]);

@@ -5,8 +5,8 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/vectors.h"
 #include "kernels/dense/linear_rows.h"
+#include "kernels/dense/vectors.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -135,8 +135,8 @@ void grouped_linear_bf16(const GroupedLinearArgs& args, Stream) {
   const auto& offsets = args.offsets;
   if (offsets.empty() || offsets.front() != 0 || offsets.back() != rows ||
       !std::is_sorted(offsets.begin(), offsets.end())) {
-    throw Error(cat({"grouped_linear_bf16: offsets must rise from 0 to the number of rows, ",
-                     rows}));
+    throw Error(
+        cat({"grouped_linear_bf16: offsets must rise from 0 to the number of rows, ", rows}));
   }
   if (!args.to.empty() && static_cast<std::int64_t>(args.to.size()) != rows) {
     throw Error(cat({"grouped_linear_bf16: ", args.to.size(), " targets; expected ", rows}));

@@ -31,11 +31,11 @@ void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedM
 void unpack_row(const PackedMatrix& from, std::int64_t row, std::span<Bf16> into);
 
 struct LinearArgs {
-  TensorView<const Bf16, 2> x;     // [rows, in]
-  PackedMatrix weight;             // [out, in]
-  TensorView<float, 2> y{};        // [rows, out], or
-  TensorView<Bf16, 2> y_bf16{};    // [rows, out] rounded once
-  bool split_k = false;            // the declared drift: see below
+  TensorView<const Bf16, 2> x;   // [rows, in]
+  PackedMatrix weight;           // [out, in]
+  TensorView<float, 2> y{};      // [rows, out], or
+  TensorView<Bf16, 2> y_bf16{};  // [rows, out] rounded once
+  bool split_k = false;          // the declared drift: see below
 };
 
 /// y = x * weight^T.
@@ -49,8 +49,9 @@ struct LinearArgs {
 void linear_bf16(const LinearArgs& args, Stream stream);
 
 struct GroupedLinearArgs {
-  TensorView<const Bf16, 2> x;            // [rows, in], the rows of a group together
-  std::span<const std::int32_t> offsets;  // [groups + 1] group g has rows offsets[g]..offsets[g+1]-1
+  TensorView<const Bf16, 2> x;  // [rows, in], the rows of a group together
+  std::span<const std::int32_t>
+      offsets;  // [groups + 1] group g has rows offsets[g]..offsets[g+1]-1
   // [groups, packed_elements(out, in)]; `weights` has the shape of one of them
   PackedMatrix weights;
   std::span<const std::int32_t> to{};  // [rows] of y, each once; empty: row i of x gives row i of y

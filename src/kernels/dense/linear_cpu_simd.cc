@@ -116,8 +116,8 @@ __attribute__((target("avx2,fma"))) void tile_avx2(const PanelArgs& args, std::i
   for (int part = 0; part < kPanel / 16; ++part) {
     const Bf16* panel = args.panel + part * 32;
     float sum[kRows][16], half[kRows][16];
-    const auto store = [](const __m256 (&from)[kRows][2], float (&to)[kRows][16])
-                           __attribute__((target("avx2,fma"))) {
+    const auto store = [](const __m256(&from)[kRows][2], float(&to)[kRows][16])
+        __attribute__((target("avx2,fma"))) {
       for (int row = 0; row < kRows; ++row) {
         for (int i = 0; i < 2; ++i) _mm256_storeu_ps(to[row] + 8 * i, from[row][i]);
       }

@@ -6,17 +6,17 @@
 namespace lockstep::kernels {
 
 struct PanelArgs {
-  const Bf16* x;        // [rows, in]
+  const Bf16* x;  // [rows, in]
   std::int64_t x_stride;
   std::int64_t rows;
-  const Bf16* panel;    // [in / 2, 32, 2]
-  std::int64_t pairs;   // in / 2
-  std::int64_t split;   // 0, or the pairs of the first half
-  float* y;             // [rows, columns], or null
+  const Bf16* panel;   // [in / 2, 32, 2]
+  std::int64_t pairs;  // in / 2
+  std::int64_t split;  // 0, or the pairs of the first half
+  float* y;            // [rows, columns], or null
   Bf16* y_bf16;
   std::int64_t y_stride;
   const std::int32_t* to;  // [rows] of y, or null: in order
-  std::int64_t columns;  // <= 32, the outputs that exist
+  std::int64_t columns;    // <= 32, the outputs that exist
 };
 
 /// Where row `row` of the block goes, in elements of y.

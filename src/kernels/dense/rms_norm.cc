@@ -2,8 +2,8 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/vectors.h"
 #include "kernels/dense/rms_norm_rows.h"
+#include "kernels/dense/vectors.h"
 
 namespace lockstep::kernels {
 

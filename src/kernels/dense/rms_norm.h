@@ -7,10 +7,10 @@
 namespace lockstep::kernels {
 
 struct RmsNormArgs {
-  TensorView<const Bf16, 2> x;    // [rows, cols]
-  std::span<const Bf16> weight;   // [cols]
+  TensorView<const Bf16, 2> x;   // [rows, cols]
+  std::span<const Bf16> weight;  // [cols]
   float eps = 1e-6f;
-  TensorView<Bf16, 2> y;          // [rows, cols]; may be x
+  TensorView<Bf16, 2> y;  // [rows, cols]; may be x
 };
 
 /// y = bf16(bf16(x / sqrt(mean(x^2) + eps)) * weight), the mean in FP32: squares summed in 16 lanes

@@ -5,8 +5,8 @@
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/vectors.h"
 #include "kernels/dense/rope_rows.h"
+#include "kernels/dense/vectors.h"
 
 namespace lockstep::kernels {
 

@@ -16,9 +16,8 @@ void router(const RouterArgs& args, Stream) {
   if (chosen < 1 || chosen > experts) {
     throw Error(cat({"router: ", chosen, " experts a token; expected 1..", experts}));
   }
-  parallel_for(rows, 1 + 4096 / experts, [&](std::int64_t first, std::int64_t end) {
-    router_portable(args, first, end);
-  });
+  parallel_for(rows, 1 + 4096 / experts,
+               [&](std::int64_t first, std::int64_t end) { router_portable(args, first, end); });
 }
 
 }  // namespace lockstep::kernels
