@@ -44,6 +44,13 @@ std::array<std::int64_t, 2> weight_shape(const ModelConfig& config, WeightId::Ro
 
 constexpr bool of_layer(WeightId::Role role) { return role >= WeightId::Role::kAttentionNorm; }
 
+/// Whether a checkpoint holds it as [n], not as a matrix: the norms.
+constexpr bool is_vector(WeightId::Role role) {
+  using Role = WeightId::Role;
+  return role == Role::kFinalNorm || role == Role::kAttentionNorm || role == Role::kMlpNorm ||
+         role == Role::kQNorm || role == Role::kKNorm;
+}
+
 /// Whether the weight belongs to a routed expert. Routers, projections of attention, embeddings,
 /// head and norms do not: the default contract leaves those in BF16.
 constexpr bool of_expert(WeightId::Role role) { return role >= WeightId::Role::kGateUp; }
