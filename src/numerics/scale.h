@@ -56,7 +56,8 @@ constexpr GlobalNumbers global_of_amax(const Quantizer& rule, float amax) {
   global.amax = amax;
   if (amax <= 0.0f) return global;
   if (rule.stored_global == StoredGlobal::kEncode) {
-    const float encode = span / (amax < kFloatMinNormal ? kFloatMinNormal : amax);
+    // A number over a tensor is in PyTorch the tensor's reciprocal times the number.
+    const float encode = 1.0f / (amax < kFloatMinNormal ? kFloatMinNormal : amax) * span;
     global.encode = is_finite(encode) ? encode : 1.0f;
     global.decode = 1.0f / global.encode;
     return global;
