@@ -1,0 +1,325 @@
+#include "kernels/exact/guide.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <vector>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "base/text.h"
+#include "kernels/exact/guide_rows.h"
+#include "kernels/exact/quantize_rows.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int64_t kGrainElements = 1 << 15;  // below this a thread is not worth waking
+
+using Counts = std::array<std::int64_t, kNumGuideCounts>;
+
+void require(bool holds, std::initializer_list<Piece> message) {
+  if (!holds) throw Error(cat(message));
+}
+
+/// How rows, records and the spans that share an n lie to each other.
+struct Shape {
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t slots = 1;   // rows of a record
+  std::int64_t span = 0;    // elements that share an n; cols is a multiple
+  std::int64_t blocks = 0;  // of a row
+};
+
+Shape shape_of(const GuideArgs& args) {
+  Shape shape{args.x.shape[0], args.x.shape[1]};
+  shape.blocks = shape.cols / args.rule.block;
+  shape.span = shape.cols;
+  if (args.layout.width == 0 || shape.cols == 0) return shape;
+  if (args.guidance != Guidance::kOwnScale) shape.slots = args.layout.width / shape.cols;
+  if (args.layout.exponents > 0) shape.span = args.layout.width / args.layout.exponents;
+  return shape;
+}
+
+void check_rule(const Quantizer& rule, Guidance guidance) {
+  require(rule.element == Element::kE2m1, {"guide: the rule does not quantize to e2m1"});
+  require(rule.four_over_six == FourOverSix::kOff && rule.tie == Tie::kEven &&
+              rule.sign_of_zero == SignOfZero::kDropped && rule.code_rule == CodeRule::kExact,
+          {"guide: the rule is another stack's dialect; guided rounding is defined for contracts "
+           "lockstep and mx-*"});
+  if (rule.is_mx()) {
+    require(rule.block == 32, {"guide: MXFP4 has blocks of ", rule.block, ", must be 32"});
+    require(guidance != Guidance::kLsbScaleMod4,
+            {"guide: MXFP4 has no residues mod 4: record one bit with the scale (lsb)"});
+    return;
+  }
+  require(rule.block == 16, {"guide: NVFP4 has blocks of ", rule.block, ", must be 16"});
+  require(
+      rule.scale == ScaleFormat::kE4m3 && rule.global_is_power_of_two && rule.denominator == 448 &&
+          rule.zero_block == ZeroBlock::kZero,
+      {"guide: guided rounding needs e4m3 scales under a power-of-two global scale, as contract "
+       "lockstep has them"});
+  require(rule.global == GlobalScale::kPerToken || rule.global == GlobalScale::kStatic ||
+              (rule.global == GlobalScale::kPerTensor && guidance == Guidance::kOwnScale),
+          {"guide: one global scale a tensor is for weights, which are not guided"});
+}
+
+void check_records(const GuideArgs& args, const Shape& shape) {
+  const RowLayout& layout = args.layout;
+  require(layout.encoding == encoding_for(args.guidance),
+          {"guide: layout.encoding is ", static_cast<int>(layout.encoding),
+           ", this guidance reads ", static_cast<int>(encoding_for(args.guidance))});
+  require(layout.block == args.rule.block,
+          {"guide: layout.block is ", layout.block, ", the rule's is ", args.rule.block});
+  require(shape.cols > 0 && layout.width >= shape.cols && layout.width % shape.cols == 0 &&
+              shape.rows % shape.slots == 0,
+          {"guide: layout.width is ", layout.width, ", x is [", shape.rows, ", ", shape.cols,
+           "]: a record must cover whole rows"});
+  const bool own = args.rule.global == GlobalScale::kPerToken;
+  require(own ? layout.exponents > 0 : layout.exponents == 0,
+          {"guide: layout.exponents is ", layout.exponents,
+           own ? ", must be 1 or the slots of a token" : ", must be 0: the n is the contract's"});
+  const std::int64_t records = shape.rows / shape.slots;
+  require(args.records.shape[0] == records && args.records.shape[1] == layout.bytes(),
+          {"guide: records are [", args.records.shape[0], ", ", args.records.shape[1],
+           "], must be [", records, ", ", layout.bytes(), "]"});
+  require(args.records.stride[1] == 1 || layout.bytes() == 1,
+          {"guide: records must be contiguous along a row"});
+  require(args.present.empty() || args.present.shape[0] == records,
+          {"guide: present has ", args.present.shape[0], " entries for ", records, " records"});
+}
+
+void check(const GuideArgs& args, const Shape& shape) {
+  check_rule(args.rule, args.guidance);
+  require(shape.cols % args.rule.block == 0,
+          {"guide: x has ", shape.cols, " columns, must be a multiple of ", args.rule.block});
+  require(args.x.stride[1] == 1 && args.out.stride[1] == 1,
+          {"guide: x and out must be contiguous along a row"});
+  require(args.out.shape == args.x.shape,
+          {"guide: out is [", args.out.shape[0], ", ", args.out.shape[1], "], x is [", shape.rows,
+           ", ", shape.cols, "]"});
+  require(args.x.device.kind == Device::Kind::kCpu, {"guide: x must be on the CPU"});
+  require(
+      args.counts.empty() || args.counts.shape[0] == 3 || args.counts.shape[0] == kNumGuideCounts,
+      {"guide: counts has ", args.counts.shape[0], " entries, must be 3 or ",
+       static_cast<int>(kNumGuideCounts)});
+  require(args.exponent >= kMinExponent && args.exponent <= kMaxExponent,
+          {"guide: exponent is ", static_cast<int>(args.exponent), ", must be in [-116, 116]"});
+  if (args.guidance != Guidance::kOwnScale) check_records(args, shape);
+  require(shape.span > 0 || shape.cols == 0, {"guide: layout.exponents exceeds layout.width"});
+  require(shape.cols == 0 || (shape.cols % shape.span == 0 && shape.span % args.rule.block == 0),
+          {"guide: spans of ", shape.span, " elements that share an exponent do not divide the ",
+           shape.cols, " columns into blocks"});
+}
+
+/// The planes of a record.
+struct Record {
+  const std::uint8_t* elements = nullptr;
+  const std::uint8_t* scales = nullptr;
+  const std::int8_t* exponents = nullptr;
+};
+
+Record record_at(const GuideArgs& args, std::int64_t index) {
+  const std::uint8_t* bytes = args.records.data + index * args.records.stride[0];
+  const std::uint8_t* scales = bytes + args.layout.element_bytes();
+  return {bytes, scales, reinterpret_cast<const std::int8_t*>(scales + args.layout.scale_bytes())};
+}
+
+bool has_scale_bytes(Guidance guidance) {
+  return guidance != Guidance::kOwnScale && guidance != Guidance::kLsbScaleMod4;
+}
+
+/// Whether the record holds what no rollout writes. MXFP4's largest exponent is 125.
+bool is_damaged(const GuideArgs& args, const Record& record) {
+  if (has_scale_bytes(args.guidance)) {
+    const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
+    const std::uint8_t* end = record.scales + args.layout.scale_bytes();
+    if (std::any_of(record.scales, end, [&](std::uint8_t s) { return s > limit; })) return true;
+  }
+  const std::int8_t* end = record.exponents + args.layout.exponent_bytes();
+  return std::any_of(record.exponents, end,
+                     [](std::int8_t n) { return n < kMinExponent || n > kMaxExponent; });
+}
+
+Choice choice_of(Guidance guidance) {
+  switch (guidance) {
+    case Guidance::kOwnScale:
+    case Guidance::kRolloutScale: return Choice::kNearest;
+    case Guidance::kLsbScaleMod4:
+    case Guidance::kLsb: return Choice::kBit;
+    case Guidance::kFullGuided: return Choice::kCodeGuided;
+    case Guidance::kFullForced: return Choice::kCodeForced;
+  }
+  return Choice::kNearest;
+}
+
+/// The BF16 bits of every block's amax; returns the span's, 0x7F80 or more if it holds Inf or NaN.
+std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int32_t block,
+                        std::uint16_t* amaxes) {
+  if (simd != Simd::kNone) return block_amaxes(simd, x, span, block, amaxes);
+  std::uint16_t most = 0;
+  for (std::int64_t b = 0; b < span / block; ++b) {
+    std::uint16_t here = 0;
+    for (std::int64_t i = 0; i < block; ++i) {
+      here = std::max(here, static_cast<std::uint16_t>(bits_of(x[b * block + i]) & 0x7FFFu));
+    }
+    amaxes[b] = here;
+    most = std::max(most, here);
+  }
+  return most;
+}
+
+/// Guides rows; one a thread.
+class Worker {
+ public:
+  Worker(const GuideArgs& args, const Shape& shape, GuideKernel kernel, Simd simd, std::int32_t n)
+      : args_(args), shape_(shape), kernel_(kernel), simd_(simd), matrix_exponent_(n) {
+    const auto blocks = static_cast<std::size_t>(shape.span / args.rule.block);
+    // block_amaxes() and its users read and write in eights.
+    amaxes_.resize(blocks + 8);
+    scales_.resize(blocks * static_cast<std::size_t>(args.rule.block / 16) + 8);
+  }
+
+  void run_record(std::int64_t index) {
+    const bool guided = args_.guidance != Guidance::kOwnScale;
+    bool covered = guided && (args_.present.empty() ||
+                              args_.present.data[index * args_.present.stride[0]] != 0);
+    Record record;
+    if (covered) {
+      record = record_at(args_, index);
+      if (is_damaged(args_, record)) {
+        covered = false;
+        ++counts_[kDamaged];
+      }
+    }
+    if (guided) counts_[covered ? kCovered : kAbsent] += shape_.slots;
+    for (std::int64_t slot = 0; slot < shape_.slots; ++slot) {
+      const std::int64_t row = index * shape_.slots + slot;
+      for (std::int64_t first = 0; first < shape_.cols; first += shape_.span) {
+        run_span(row, first, slot * shape_.cols + first, covered ? &record : nullptr);
+      }
+    }
+  }
+
+  const Counts& counts() const { return counts_; }
+
+ private:
+  void run_span(std::int64_t row, std::int64_t first, std::int64_t at, const Record* record) {
+    const Bf16* x = args_.x.data + row * args_.x.stride[0] + first;
+    Bf16* out = args_.out.data + row * args_.out.stride[0] + first;
+    const std::uint16_t amax = amaxes_of(simd_, x, shape_.span, args_.rule.block, amaxes_.data());
+    if (amax >= 0x7F80) {
+      std::fill(out, out + shape_.span, Bf16{});
+      ++counts_[kNonfinite];
+      return;
+    }
+    GuideElements elements{.x = x, .out = out, .groups = shape_.span / 16};
+    if (record == nullptr) {
+      own_scales(to_float(static_cast<Bf16>(amax)));
+    } else {
+      elements.choice = choice_of(args_.guidance);
+      const bool bits = elements.choice == Choice::kBit;
+      elements.plane = record->elements + (bits ? at / 8 : at / 2);
+      const std::int32_t n =
+          args_.layout.exponents > 0 ? record->exponents[at / shape_.span] : args_.exponent;
+      if (args_.guidance == Guidance::kLsbScaleMod4) {
+        residue_scales(*record, at / 16, n);
+      } else {
+        recorded_scales(record->scales + at / args_.rule.block, n);
+      }
+    }
+    elements.scales = scales_.data();
+    const std::int64_t moved = kernel_(elements);
+    if (record != nullptr) counts_[kMoved] += moved;
+  }
+
+  float amax_of(std::int64_t block) const {
+    return to_float(static_cast<Bf16>(amaxes_[static_cast<std::size_t>(block)]));
+  }
+
+  /// The scale of a block, once for each sixteen elements of it.
+  void put(std::int64_t block, float value) {
+    const std::int64_t groups = args_.rule.block / 16;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      scales_[static_cast<std::size_t>(block * groups + g)] = value;
+    }
+  }
+
+  void put_byte(std::int64_t block, std::uint8_t byte, std::int32_t n) {
+    put(block, args_.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
+                                  : scale_value(static_cast<E4m3>(byte), n));
+  }
+
+  void own_scales(float amax) {
+    const std::int32_t n = args_.rule.global == GlobalScale::kPerToken ? global_exponent(amax)
+                           : args_.rule.global == GlobalScale::kStatic ? args_.exponent
+                                                                       : matrix_exponent_;
+    const GlobalNumbers global = global_of_exponent(n);
+    for (std::int64_t b = 0; b < shape_.span / args_.rule.block; ++b) {
+      put_byte(b, scale_byte(args_.rule, amax_of(b), global), n);
+    }
+  }
+
+  void recorded_scales(const std::uint8_t* bytes, std::int32_t n) {
+    const std::int64_t blocks = shape_.span / args_.rule.block;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      put_byte(b, bytes[b], n);
+    }
+  }
+
+  void residue_scales(const Record& record, std::int64_t first_block, std::int32_t n) {
+    for (std::int64_t b = 0; b < shape_.span / 16; ++b) {
+      const std::int64_t at = first_block + b;
+      const std::uint32_t residue = record.scales[at / 4] >> at % 4 * 2 & 3u;
+      put(b, scale_value(scale_of_residue(residue, scale_quotient(amax_of(b), n)), n));
+    }
+  }
+
+  const GuideArgs& args_;
+  const Shape& shape_;
+  GuideKernel kernel_;
+  Simd simd_;
+  std::int32_t matrix_exponent_;
+  std::vector<std::uint16_t> amaxes_;
+  std::vector<float> scales_;
+  Counts counts_{};
+};
+
+/// n of a matrix whose global scale is its own: over all rows that are finite.
+std::int32_t matrix_exponent(const GuideArgs& args) {
+  float amax = 0.0f;
+  for (std::int64_t r = 0; r < args.x.shape[0]; ++r) {
+    const float row = row_amax(args.x.data + r * args.x.stride[0], args.x.shape[1]);
+    if (is_finite(row)) amax = std::max(amax, row);
+  }
+  return global_exponent(amax);
+}
+
+}  // namespace
+
+void guide_on(const GuideArgs& args, Isa isa) {
+  const Shape shape = shape_of(args);
+  check(args, shape);
+  if (shape.rows == 0 || shape.cols == 0) return;
+  const std::int32_t n =
+      args.rule.global == GlobalScale::kPerTensor ? matrix_exponent(args) : std::int32_t{0};
+  const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(args.rule);
+  const std::int64_t records = shape.rows / shape.slots;
+  const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / (shape.slots * shape.cols));
+  Counts total{};
+  std::mutex mutex;
+  parallel_for(records, grain, [&](std::int64_t first, std::int64_t end) {
+    Worker worker(args, shape, guide_elements(isa), simd, n);
+    for (std::int64_t r = first; r < end; ++r) worker.run_record(r);
+    const std::lock_guard lock(mutex);
+    for (std::size_t i = 0; i < total.size(); ++i) total[i] += worker.counts()[i];
+  });
+  if (args.counts.empty()) return;
+  for (std::int64_t i = 0; i < args.counts.shape[0]; ++i) {
+    args.counts.data[i * args.counts.stride[0]] += total[static_cast<std::size_t>(i)];
+  }
+}
+
+void guide(const GuideArgs& args, Stream) { guide_on(args, best_isa()); }
+
+}  // namespace lockstep::kernels
