@@ -28,6 +28,8 @@ std::unique_ptr<tbb::task_arena>& arena() {
   return instance;
 }
 
+thread_local bool in_place = false;
+
 /// Subnormals count: scales and codes are defined on them.
 void check_subnormals() {
 #if defined(__x86_64__)
@@ -52,7 +54,7 @@ void parallel_for(std::int64_t n, std::int64_t grain,
                   const std::function<void(std::int64_t, std::int64_t)>& body) {
   if (n <= 0) return;
   grain = std::max<std::int64_t>(grain, 1);
-  if (n <= grain || threads() == 1) {
+  if (n <= grain || in_place || threads() == 1) {
     check_subnormals();
     body(0, n);
     return;
@@ -65,5 +67,8 @@ void parallel_for(std::int64_t n, std::int64_t grain,
                       });
   });
 }
+
+InPlace::InPlace() : before_(in_place) { in_place = true; }
+InPlace::~InPlace() { in_place = before_; }
 
 }  // namespace lockstep

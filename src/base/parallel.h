@@ -15,4 +15,17 @@ int threads();
 void parallel_for(std::int64_t n, std::int64_t grain,
                   const std::function<void(std::int64_t first, std::int64_t end)>& body);
 
+/// While one lives, parallel_for on this thread runs in place: for work that is spread over the
+/// threads already, whose parts must not pick up each other.
+class InPlace {
+ public:
+  InPlace();
+  ~InPlace();
+  InPlace(const InPlace&) = delete;
+  InPlace& operator=(const InPlace&) = delete;
+
+ private:
+  bool before_;
+};
+
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
@@ -25,6 +26,18 @@ TEST(Parallel, CoversEachIndexOnce) {
 
 TEST(Parallel, AnExceptionReachesTheCaller) {
   EXPECT_THROW(parallel_for(100, 1, [](std::int64_t, std::int64_t) { throw 1; }), int);
+}
+
+TEST(Parallel, InPlaceKeepsTheThread) {
+  const InPlace in_place;
+  const auto here = std::this_thread::get_id();
+  int calls = 0;
+  parallel_for(100, 1, [&](std::int64_t first, std::int64_t end) {
+    EXPECT_EQ(std::this_thread::get_id(), here);
+    EXPECT_EQ(end - first, 100);
+    ++calls;
+  });
+  EXPECT_EQ(calls, 1);
 }
 
 #if defined(__x86_64__)

@@ -15,12 +15,13 @@ using Role = WeightId::Role;
 constexpr std::int64_t kLogits = std::int64_t{1} << 25;
 
 /// A leaf over the compute weights that lie from `id` on, whose gradient lies in the same place of
-/// Parameters::grads.
-Tensor leaf(const Parameters& parameters, const WeightId& id, at::IntArrayRef shape) {
+/// `grads`.
+Tensor leaf(const Parameters& parameters, const Floats& grads, const WeightId& id,
+            at::IntArrayRef shape) {
   const std::int64_t offset = parameters.slot(id).offset;
   Tensor weight = at::from_blob(parameters.compute.data() + offset, shape, at::kFloat);
   weight.requires_grad_(true);
-  weight.mutable_grad() = at::from_blob(parameters.grads.data() + offset, shape, at::kFloat);
+  weight.mutable_grad() = at::from_blob(grads.data() + offset, shape, at::kFloat);
   return weight;
 }
 
@@ -31,17 +32,16 @@ Tensor int64_tensor(const std::vector<std::int64_t>& values) {
 
 }  // namespace
 
-Network::Network(const ModelConfig& config, const Parameters& parameters, bool bf16)
-    : config_(config),
-      bf16_(bf16),
-      rope_(config.max_positions, config.head_dim, config.rope_theta) {
+Network::Network(const ModelConfig& config, const Parameters& parameters, const Floats& grads,
+                 const ops::RopeTable& rope, bool bf16)
+    : config_(config), bf16_(bf16), rope_(rope) {
   const std::int64_t d = config.hidden;
   const std::int64_t c = config.head_dim;
   const std::int64_t e = config.num_experts;
   const std::int64_t f = config.expert_width;
   for (std::int32_t i = 0; i < config.num_layers; ++i) {
     const auto at = [&](Role role, at::IntArrayRef shape) {
-      return leaf(parameters, {role, Layer{i}, {}}, shape);
+      return leaf(parameters, grads, {role, Layer{i}, {}}, shape);
     };
     layers_.push_back({.attention_norm = at(Role::kAttentionNorm, {d}),
                        .qkv = at(Role::kQ, {config.q_width() + 2 * config.kv_width(), d}),
@@ -54,9 +54,9 @@ Network::Network(const ModelConfig& config, const Parameters& parameters, bool b
                        .w2 = at(Role::kDown, {e, d, f})});
   }
   const Role head = config.tied_embeddings ? Role::kEmbedding : Role::kHead;
-  embedding_ = leaf(parameters, {Role::kEmbedding, {}, {}}, {config.vocabulary, d});
-  final_norm_ = leaf(parameters, {Role::kFinalNorm, {}, {}}, {d});
-  head_ = leaf(parameters, {head, {}, {}}, {config.vocabulary, d});
+  embedding_ = leaf(parameters, grads, {Role::kEmbedding, {}, {}}, {config.vocabulary, d});
+  final_norm_ = leaf(parameters, grads, {Role::kFinalNorm, {}, {}}, {d});
+  head_ = leaf(parameters, grads, {head, {}, {}}, {config.vocabulary, d});
   embedding_grad_ = embedding_.grad();
   head_grad_ = head_.grad();
   embedding_ = embedding_.detach();

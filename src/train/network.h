@@ -12,7 +12,7 @@
 
 namespace lockstep::train {
 
-/// Tensors over the compute weights; gradients add up in Parameters::grads.
+/// Tensors over the compute weights.
 struct LayerWeights {
   at::Tensor attention_norm;  // [D]
   at::Tensor qkv;             // [(H + 2N) C, D]
@@ -36,7 +36,9 @@ struct Scores {
 
 class Network {
  public:
-  Network(const ModelConfig& config, const Parameters& parameters, bool bf16);
+  /// Gradients add up in `grads`, which lies as the parameters do. All of them outlive the network.
+  Network(const ModelConfig& config, const Parameters& parameters, const Floats& grads,
+          const ops::RopeTable& rope, bool bf16);
 
   /// [rows, D]
   at::Tensor embed(const Pack& pack) const;
@@ -68,7 +70,7 @@ class Network {
   at::Tensor final_norm_;  // [D]
   at::Tensor head_;        // [V, D]
   at::Tensor head_grad_;
-  ops::RopeTable rope_;
+  const ops::RopeTable& rope_;
 };
 
 }  // namespace lockstep::train

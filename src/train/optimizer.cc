@@ -32,9 +32,17 @@ double learning_rate(const Options& options, std::int64_t update) {
   return options.lr * decayed(options, update);
 }
 
-void sum_gradients(const Parameters& parameters, Comm& comm) {
+void add(const Floats& to, const Floats& from) {
+  float* sum = to.data();
+  const float* part = from.data();
+  parallel_for(to.size(), kChunk, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t i = first; i < end; ++i) sum[i] += part[i];
+  });
+}
+
+void sum_over_ranks(const Floats& numbers, Comm& comm) {
   if (comm.size() == 1) return;
-  const std::span<float> grads = parameters.grads.all();
+  const std::span<float> grads = numbers.all();
   std::vector<double> part;
   for (std::size_t first = 0; first < grads.size(); first += std::size_t{1} << 20) {
     const std::span<float> here =
@@ -45,9 +53,9 @@ void sum_gradients(const Parameters& parameters, Comm& comm) {
   }
 }
 
-double gradient_norm(const Parameters& parameters) {
-  const std::int64_t n = parameters.size();
-  const float* grad = parameters.grads.data();
+double norm_of(const Floats& numbers) {
+  const std::int64_t n = numbers.size();
+  const float* grad = numbers.data();
   std::vector<double> parts(static_cast<std::size_t>((n + kChunk - 1) / kChunk));
   parallel_for(static_cast<std::int64_t>(parts.size()), 1, [&](std::int64_t from, std::int64_t to) {
     for (std::int64_t c = from; c < to; ++c) {
@@ -63,7 +71,8 @@ double gradient_norm(const Parameters& parameters) {
   return std::sqrt(sum);
 }
 
-void adamw(Parameters& parameters, const Options& options, std::int64_t update, double scale) {
+void adamw(Parameters& parameters, const Floats& grads, const Options& options, std::int64_t update,
+           double scale) {
   const double step = static_cast<double>(update + 1);
   const double lr = learning_rate(options, update);
   const auto beta1 = static_cast<float>(options.beta1);
@@ -78,7 +87,7 @@ void adamw(Parameters& parameters, const Options& options, std::int64_t update, 
   float* w = parameters.masters.data();
   float* m = parameters.moment1.data();
   float* v = parameters.moment2.data();
-  const float* grad = parameters.grads.data();
+  const float* grad = grads.data();
   parallel_for(parameters.size(), kChunk, [&](std::int64_t first, std::int64_t end) {
     for (std::int64_t i = first; i < end; ++i) {
       const float g = grad[i] * clip;

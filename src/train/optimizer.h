@@ -13,14 +13,18 @@ namespace lockstep::train {
 /// `warmup_updates`, then the decay, which ends at `decay_updates` and stays there.
 double learning_rate(const Options& options, std::int64_t update);
 
-/// Adds the gradients of all ranks in rank order. Collective.
-void sum_gradients(const Parameters& parameters, Comm& comm);
+/// to += from.
+void add(const Floats& to, const Floats& from);
 
-/// The global norm of the gradients, in double and a fixed order.
-double gradient_norm(const Parameters& parameters);
+/// Adds the numbers of all ranks in rank order. Collective.
+void sum_over_ranks(const Floats& numbers, Comm& comm);
+
+/// The Euclidean norm, in double and a fixed order.
+double norm_of(const Floats& numbers);
 
 /// AdamW with decoupled weight decay on every weight, in FP32: update number `update`, counted from
 /// 0, with gradients multiplied by `scale`.
-void adamw(Parameters& parameters, const Options& options, std::int64_t update, double scale);
+void adamw(Parameters& parameters, const Floats& grads, const Options& options, std::int64_t update,
+           double scale);
 
 }  // namespace lockstep::train

@@ -50,7 +50,6 @@ Parameters::Parameters(const ModelConfig& config, Numbers numbers)
       total_(place(slots_, 0, config)),
       masters(total_),
       compute(total_),
-      grads(total_),
       moment1(total_),
       moment2(total_) {
   for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;

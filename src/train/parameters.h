@@ -76,7 +76,6 @@ class Parameters {
  public:
   Floats masters;
   Floats compute;
-  Floats grads;
   Floats moment1;
   Floats moment2;
 };

@@ -21,6 +21,21 @@ void put_guided(Metrics& metrics, const std::string& suffix, const double* count
 
 }  // namespace
 
+Tally& Tally::operator+=(const Tally& other) {
+  for (std::size_t site = 0; site < guided.size(); ++site) {
+    guided[site].covered += other.guided[site].covered;
+    guided[site].absent += other.guided[site].absent;
+    guided[site].moved += other.guided[site].moved;
+    guided[site].elements += other.guided[site].elements;
+  }
+  routes_followed += other.routes_followed;
+  routes_absent += other.routes_absent;
+  routes_mismatched += other.routes_mismatched;
+  entropy += other.entropy;
+  scored += other.scored;
+  return *this;
+}
+
 Metrics Tally::metrics(Comm& comm) const {
   std::vector<double> sums;
   for (const Guided& site : guided) {

@@ -30,6 +30,8 @@ struct Tally {
 
   Guided& of(Site site) { return guided[static_cast<std::size_t>(site)]; }
 
+  Tally& operator+=(const Tally& other);
+
   /// Fractions of what all ranks counted. Collective.
   Metrics metrics(Comm& comm) const;
 };

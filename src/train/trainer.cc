@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +40,22 @@ Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Op
           .bf16 = options.bf16};
 }
 
+/// Passes are spread over lanes: each has gradients of its own and computes on one thread, so that
+/// no thread waits for another within a layer. The lanes' sums are added in order. Their number
+/// follows from the model's size alone, so that the number of threads changes no bit.
+struct Lane {
+  Lane(const ModelConfig& config, const Parameters& parameters, const ops::RopeTable& rope,
+       bool bf16)
+      : grads(parameters.size()), network(config, parameters, grads, rope, bf16) {}
+
+  Floats grads;
+  Network network;
+  Tally tally;
+};
+
+constexpr std::int64_t kMaxLanes = 8;
+constexpr std::int64_t kMaxLaneNumbers = std::int64_t{1} << 28;  // of gradients, over all lanes
+
 }  // namespace
 
 struct Trainer::Impl {
@@ -47,9 +65,14 @@ struct Trainer::Impl {
         options(o),
         comm(c),
         parameters(a.model, numbers(a, q, o)),
-        network(agreement.model, parameters, o.bf16),
+        rope(a.model.max_positions, a.model.head_dim, a.model.rope_theta),
         source(masters_source(parameters)),
-        sink(masters_sink(parameters, [this] { restart(); })) {}
+        sink(masters_sink(parameters, [this] { restart(); })) {
+    const std::int64_t fit = kMaxLaneNumbers / std::max<std::int64_t>(parameters.size(), 1);
+    for (std::int64_t i = 0; i < std::clamp<std::int64_t>(fit, 1, kMaxLanes); ++i) {
+      lanes.push_back(std::make_unique<Lane>(agreement.model, parameters, rope, o.bf16));
+    }
+  }
 
   std::vector<Pack> cut(std::span<const Trajectory> batch) const {
     return pack(batch, {.tokens_per_pass = options.tokens_per_pass,
@@ -57,61 +80,94 @@ struct Trainer::Impl {
                         .vocabulary = agreement.model.vocabulary});
   }
 
+  void forget() {
+    for (const auto& lane : lanes) {
+      std::ranges::fill(lane->grads.all(), 0.0f);
+      lane->tally = {};
+    }
+  }
+
   void restart() {
-    for (Floats* numbers : {&parameters.grads, &parameters.moment1, &parameters.moment2}) {
+    for (const Floats* numbers : {&parameters.moment1, &parameters.moment2}) {
       std::ranges::fill(numbers->all(), 0.0f);
     }
     updates = 0;
-    tally = {};
+    forget();
     parameters.refresh();
     ready = true;
   }
 
-  /// The residual stream behind the last layer. Fills `steps` where a backward pass will follow.
-  Tensor forward(const Pack& pack, const Sites& sites, std::vector<Step>* steps) const {
-    if (!ready) throw Error("the trainer has no weights yet: load a checkpoint first");
-    Tensor h = network.embed(pack);
-    for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
-      const bool keeps = steps != nullptr && !options.recompute;
-      const at::AutoGradMode mode(keeps);
-      const Tensor in = h.detach().requires_grad_(keeps);
-      const Tensor out = network.layer(layer, in, pack, sites);
-      if (steps != nullptr) steps->push_back({in, keeps ? out : Tensor()});
-      h = out.detach();
+  /// Calls body(lane, pass) for every pass; those of a lane one after the other. Torch's own
+  /// threads rest where there is more than one lane.
+  template <typename Body>
+  void each_pass(std::size_t passes, Body&& body) const {
+    at::set_num_threads(lanes.size() == 1 ? threads() : 1);
+    const std::size_t count = lanes.size();
+    if (count == 1) {
+      for (std::size_t i = 0; i < passes; ++i) body(*lanes[0], i);
+      return;
     }
-    return h;
+    parallel_for(static_cast<std::int64_t>(std::min(count, passes)), 1,
+                 [&](std::int64_t first, std::int64_t end) {
+                   const InPlace in_place;
+                   for (auto lane = static_cast<std::size_t>(first);
+                        lane < static_cast<std::size_t>(end); ++lane) {
+                     for (std::size_t i = lane; i < passes; i += count) body(*lanes[lane], i);
+                   }
+                 });
   }
 
-  void backward(const Pack& pack, const Sites& sites, std::vector<Step>& steps, Tensor dh) {
-    for (auto layer = static_cast<std::int32_t>(steps.size()) - 1; !steps.empty(); --layer) {
-      Step step = std::move(steps.back());
-      steps.pop_back();
-      if (!step.out.defined()) {
-        const at::AutoGradMode mode(true);
-        step.in.requires_grad_(true);
-        step.out = network.layer(layer, step.in, pack, sites);
-      }
-      step.out.backward(dh);
-      dh = step.in.grad();
-    }
-    network.embed_backward(dh, pack);
-  }
-
-  double accumulate(std::span<const Trajectory> batch, const Pack& pack, const TraceSource* trace,
-                    const TokenLoss& loss);
+  Tensor forward(const Network& network, const Pack& pack, const Sites& sites,
+                 std::vector<Step>* steps) const;
+  void backward(const Network& network, const Pack& pack, const Sites& sites,
+                std::vector<Step>& steps, Tensor dh) const;
+  double accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
+                    const TraceSource* trace, const TokenLoss& loss);
 
   const Agreement agreement;
   const Qat qat;
   const Options options;
   Comm& comm;
   Parameters parameters;
-  Network network;
+  const ops::RopeTable rope;
+  std::vector<std::unique_ptr<Lane>> lanes;
   std::unique_ptr<WeightSource> source;
   std::unique_ptr<WeightSink> sink;
-  Tally tally;
+  std::mutex loss_mutex;
   std::int64_t updates = 0;
   bool ready = false;
 };
+
+/// The residual stream behind the last layer. Fills `steps` where a backward pass will follow.
+Tensor Trainer::Impl::forward(const Network& network, const Pack& pack, const Sites& sites,
+                              std::vector<Step>* steps) const {
+  Tensor h = network.embed(pack);
+  for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
+    const bool keeps = steps != nullptr && !options.recompute;
+    const at::AutoGradMode mode(keeps);
+    const Tensor in = h.detach().requires_grad_(keeps);
+    const Tensor out = network.layer(layer, in, pack, sites);
+    if (steps != nullptr) steps->push_back({in, keeps ? out : Tensor()});
+    h = out.detach();
+  }
+  return h;
+}
+
+void Trainer::Impl::backward(const Network& network, const Pack& pack, const Sites& sites,
+                             std::vector<Step>& steps, Tensor dh) const {
+  for (auto layer = static_cast<std::int32_t>(steps.size()) - 1; !steps.empty(); --layer) {
+    Step step = std::move(steps.back());
+    steps.pop_back();
+    if (!step.out.defined()) {
+      const at::AutoGradMode mode(true);
+      step.in.requires_grad_(true);
+      step.out = network.layer(layer, step.in, pack, sites);
+    }
+    step.out.backward(dh);
+    dh = step.in.grad();
+  }
+  network.embed_backward(dh, pack);
+}
 
 namespace {
 
@@ -135,6 +191,10 @@ PerToken zeros(std::span<const Trajectory> batch) {
   return values;
 }
 
+void require_weights(bool ready) {
+  if (!ready) throw Error("the trainer has no weights yet: load a checkpoint first");
+}
+
 void check(const Agreement& agreement, const Options& options, Device device) {
   if (device.kind != Device::Kind::kCpu) {
     throw Error("the trainer runs on the CPU only; set device = \"cpu\"");
@@ -151,14 +211,14 @@ void check(const Agreement& agreement, const Options& options, Device device) {
 
 }  // namespace
 
-double Trainer::Impl::accumulate(std::span<const Trajectory> batch, const Pack& pack,
+double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                                  const TraceSource* trace, const TokenLoss& loss) {
-  const Sites sites(agreement, qat, pack, trace, &tally);
+  const Sites sites(agreement, qat, pack, trace, &lane.tally);
   std::vector<Step> steps;
-  const Tensor h = forward(pack, sites, &steps);
-  const Scores scores = network.score(h, pack, true);
-  tally.entropy += scores.entropy;
-  tally.scored += static_cast<std::int64_t>(scores.logp.size());
+  const Tensor h = forward(lane.network, pack, sites, &steps);
+  const Scores scores = lane.network.score(h, pack, true);
+  lane.tally.entropy += scores.entropy;
+  lane.tally.scored += static_cast<std::int64_t>(scores.logp.size());
 
   const std::span<const Trajectory> members = batch.subspan(pack.first, pack.start.size());
   PerToken logp = zeros(members);
@@ -167,8 +227,12 @@ double Trainer::Impl::accumulate(std::span<const Trajectory> batch, const Pack& 
     logp[i - pack.first][t] = scores.logp[s];
   });
   double total = 0.0;
-  for (std::size_t i = 0; i < members.size(); ++i) {
-    total += loss(pack.first + i, logp[i], dlogp[i]);
+  {
+    // A loss is called from one thread at a time, whatever it is.
+    const std::lock_guard lock(loss_mutex);
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      total += loss(pack.first + i, logp[i], dlogp[i]);
+    }
   }
   if (scores.logp.empty()) return total;
 
@@ -178,56 +242,69 @@ double Trainer::Impl::accumulate(std::span<const Trajectory> batch, const Pack& 
   });
   // What is computed again was counted the first time.
   const Sites again(agreement, qat, pack, trace, nullptr);
-  backward(pack, again, steps, network.score_backward(scores, pack, upstream));
+  backward(lane.network, pack, again, steps, lane.network.score_backward(scores, pack, upstream));
   return total;
 }
 
 Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
                  Comm& comm) {
   check(agreement, options, device);
-  at::set_num_threads(threads());
   impl_ = std::make_unique<Impl>(agreement, qat, options, comm);
 }
 
 Trainer::~Trainer() = default;
 
 PerToken Trainer::logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const {
+  const Impl& t = *impl_;
   PerToken logp = zeros(batch);
-  const at::AutoGradMode none(false);
-  for (const Pack& pack : impl_->cut(batch)) {
-    if (pack.scored_row.empty()) continue;
-    const Sites sites(impl_->agreement, impl_->qat, pack, trace, nullptr);
-    const Scores scores = impl_->network.score(impl_->forward(pack, sites, nullptr), pack, false);
-    each_scored(batch, pack,
-                [&](std::size_t i, std::size_t t, std::size_t s) { logp[i][t] = scores.logp[s]; });
-  }
+  const std::vector<Pack> packs = t.cut(batch);
+  require_weights(t.ready);
+  t.each_pass(packs.size(), [&](const Lane& lane, std::size_t p) {
+    const Pack& pack = packs[p];
+    if (pack.scored_row.empty()) return;
+    const at::AutoGradMode none(false);
+    const Sites sites(t.agreement, t.qat, pack, trace, nullptr);
+    const Tensor h = t.forward(lane.network, pack, sites, nullptr);
+    const Scores scores = lane.network.score(h, pack, false);
+    each_scored(batch, pack, [&](std::size_t i, std::size_t position, std::size_t s) {
+      logp[i][position] = scores.logp[s];
+    });
+  });
   return logp;
 }
 
 double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource* trace,
                            const TokenLoss& loss) {
-  double total = 0.0;
-  for (const Pack& pack : impl_->cut(batch)) total += impl_->accumulate(batch, pack, trace, loss);
-  return total;
+  Impl& t = *impl_;
+  const std::vector<Pack> packs = t.cut(batch);
+  require_weights(t.ready);
+  std::vector<double> losses(packs.size());
+  t.each_pass(packs.size(), [&](Lane& lane, std::size_t p) {
+    losses[p] = t.accumulate(lane, batch, packs[p], trace, loss);
+  });
+  return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
 
 Metrics Trainer::update() {
   Impl& t = *impl_;
-  sum_gradients(t.parameters, t.comm);
-  const double norm = gradient_norm(t.parameters);
+  Tally tally;
+  for (const auto& lane : t.lanes) tally += lane->tally;
+  for (std::size_t i = 1; i < t.lanes.size(); ++i) add(t.lanes[0]->grads, t.lanes[i]->grads);
+  const Floats& grads = t.lanes[0]->grads;
+  sum_over_ranks(grads, t.comm);
+  const double norm = norm_of(grads);
   if (!std::isfinite(norm)) {
     throw Error("the gradient of update " + std::to_string(t.updates) +
                 " is not finite; lower the learning rate or look for a loss that is not");
   }
   const double limit = t.options.max_grad_norm;
   const double scale = limit > 0.0 && norm > limit ? limit / norm : 1.0;
-  adamw(t.parameters, t.options, t.updates, scale);
-  std::ranges::fill(t.parameters.grads.all(), 0.0f);
+  adamw(t.parameters, grads, t.options, t.updates, scale);
+  t.forget();
 
-  Metrics metrics = t.tally.metrics(t.comm);
+  Metrics metrics = tally.metrics(t.comm);
   metrics["actor/grad_norm"] = norm;
   metrics["actor/lr"] = learning_rate(t.options, t.updates);
-  t.tally = {};
   ++t.updates;
   t.parameters.refresh();
   return metrics;
@@ -246,8 +323,7 @@ void Trainer::save(const std::filesystem::path& folder) const {
 void Trainer::load(const std::filesystem::path& folder) {
   Impl& t = *impl_;
   const std::int64_t updates = read_state(folder / kStateFile, t.parameters);
-  std::ranges::fill(t.parameters.grads.all(), 0.0f);
-  t.tally = {};
+  t.forget();
   t.updates = updates;
   t.parameters.refresh();
   t.ready = true;
