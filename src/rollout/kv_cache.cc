@@ -93,6 +93,7 @@ std::int32_t KvCache::take_frame() {
     unlist(oldest);
     release(oldest);
   }
+  if (free_frames_.empty() && !stranded_.empty()) move_to_host(*stranded_.begin());
   if (free_frames_.empty()) return -1;
   const std::int32_t frame = free_frames_.back();
   free_frames_.pop_back();
@@ -126,6 +127,7 @@ void KvCache::share(Page page) {
 /// Gives a page without users back: its place and its name.
 void KvCache::release(Page page) {
   Entry& entry = at(page);
+  stranded_.erase(page);
   if (entry.frame >= 0) free_frames_.push_back(entry.frame);
   if (entry.host >= 0) free_host_.push_back(entry.host);
   entry = {};
@@ -148,7 +150,7 @@ void KvCache::drop(Page page, bool parked) {
   --entry.users;
   if (!parked) --entry.running;
   if (entry.users > 0) {
-    if (entry.running == 0 && entry.frame >= 0) move_to_host(page);  // those left are all parked
+    if (entry.running == 0 && entry.frame >= 0) leave_frame(page);  // those left are all parked
     return;
   }
   if (entry.key != nullptr) {
@@ -187,45 +189,63 @@ bool KvCache::move_to_host(Page page) {
     free_host_.push_back(static_cast<std::int32_t>(host_.size()));
     host_.emplace_back(new std::byte[static_cast<std::size_t>(page_bytes_)]);
   }
+  stranded_.erase(page);
   Entry& entry = at(page);
   entry.host = free_host_.back();
   free_host_.pop_back();
-  std::memcpy(host_[static_cast<std::size_t>(entry.host)].get(), frame_bytes(entry.frame),
+  std::memcpy(host_bytes(entry.host), frame_bytes(entry.frame),
               static_cast<std::size_t>(page_bytes_));
   free_frames_.push_back(entry.frame);
   entry.frame = -1;
   return true;
 }
 
-bool KvCache::park(Page page) {
-  Entry& entry = at(page);
-  assert(entry.running > 0 && "who is parked may run");
-  if (--entry.running > 0) return false;
+/// As soon as there is room: now, or when somebody needs the frame.
+bool KvCache::leave_frame(Page page) {
   if (move_to_host(page)) return true;
-  ++entry.running;
-  throw Error(cat({"swap_bytes holds ", host_count_, " pages of ", page_bytes_,
-                   " bytes, and all are in use: raise swap_bytes"}));
+  stranded_.insert(page);
+  return false;
+}
+
+bool KvCache::park(Page page) {
+  assert(at(page).running > 0 && "who is parked may run");
+  return --at(page).running == 0 && leave_frame(page);
 }
 
 bool KvCache::unpark(Page page) {
+  stranded_.erase(page);
   if (at(page).frame < 0) {
     const std::int32_t frame = take_frame();
-    if (frame < 0) return false;
-    Entry& entry = at(page);
-    std::memcpy(frame_bytes(frame), host_[static_cast<std::size_t>(entry.host)].get(),
-                static_cast<std::size_t>(page_bytes_));
-    free_host_.push_back(entry.host);
-    entry.host = -1;
-    entry.frame = frame;
+    if (frame < 0 && stranded_.empty()) return false;
+    if (frame < 0) {
+      exchange(*stranded_.begin(), page);
+    } else {
+      Entry& entry = at(page);
+      std::memcpy(frame_bytes(frame), host_bytes(entry.host),
+                  static_cast<std::size_t>(page_bytes_));
+      free_host_.push_back(entry.host);
+      entry.host = -1;
+      entry.frame = frame;
+    }
   }
   ++at(page).running;
   return true;
 }
 
+/// Device and host are both full: one page goes, the other comes into its place.
+void KvCache::exchange(Page leaves, Page comes) {
+  Entry& out = at(leaves);
+  Entry& in = at(comes);
+  std::swap_ranges(frame_bytes(out.frame), frame_bytes(out.frame) + page_bytes_,
+                   host_bytes(in.host));
+  std::swap(out.frame, in.frame);
+  std::swap(out.host, in.host);
+  stranded_.erase(leaves);
+}
+
 const std::byte* KvCache::bytes(Page page) const {
   const Entry& entry = at(page);
-  return entry.frame >= 0 ? frame_bytes(entry.frame)
-                          : host_[static_cast<std::size_t>(entry.host)].get();
+  return entry.frame >= 0 ? frame_bytes(entry.frame) : host_bytes(entry.host);
 }
 
 KvCache::Key KvCache::key(std::uint64_t parent, std::span<const Token> tokens,

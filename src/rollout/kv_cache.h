@@ -60,11 +60,12 @@ class KvCache {
   Page own(Page page);
   bool shared(Page page) const { return at(page).users > 1; }
 
-  /// A user may not run for a while. Frees the frame when it was the last who might; answers
-  /// whether it did. Throws Error when host memory is full.
+  /// A user may not run for a while. Frees the frame when it was the last who might and host memory
+  /// has room; answers whether it did. Else the page leaves its frame once that is so.
   bool park(Page page);
 
-  /// The opposite; false when no frame is left.
+  /// The opposite; false when no frame is left. Of a sequence's pages those that are still on the
+  /// device first: they might have to make room for the others.
   bool unpark(Page page);
   bool on_host(Page page) const { return at(page).frame < 0; }
 
@@ -101,11 +102,16 @@ class KvCache {
   const Entry& at(Page page) const { return entries_[static_cast<std::size_t>(page)]; }
   Entry& at(Page page) { return entries_[static_cast<std::size_t>(page)]; }
   std::byte* frame_bytes(std::int32_t frame) const { return pool_.get() + frame * page_bytes_; }
+  std::byte* host_bytes(std::int32_t slot) const {
+    return host_[static_cast<std::size_t>(slot)].get();
+  }
   std::int32_t take_frame();
   Page new_page(std::int32_t frame);
   void release(Page page);
   void unlist(Page page);
   bool move_to_host(Page page);
+  bool leave_frame(Page page);
+  void exchange(Page leaves, Page comes);
   Key key(std::uint64_t parent, std::span<const Token> tokens, std::span<const std::uint64_t> tags,
           std::size_t page) const;
 
@@ -122,6 +128,7 @@ class KvCache {
   std::vector<Page> free_entries_;
   std::map<Key, Page> index_;
   std::set<std::pair<std::uint64_t, Page>> idle_;  // remembered, no users, by last use
+  std::set<Page> stranded_;  // on the device, all users parked: host memory was full
   std::uint64_t serials_ = 0;
   std::uint64_t clock_ = 0;
 };

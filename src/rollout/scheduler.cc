@@ -122,14 +122,15 @@ std::vector<Chunk> Scheduler::plan() {
 void Scheduler::resume() {
   for (auto& [order, sequence] : active_) {
     if (!sequence->parked) continue;
-    const auto away = std::count_if(sequence->pages.begin(), sequence->pages.end(),
-                                    [&](Page page) { return cache_.on_host(page); });
+    std::vector<Page> pages = sequence->pages;
+    const auto away = std::stable_partition(pages.begin(), pages.end(),
+                                            [&](Page page) { return !cache_.on_host(page); });
     const bool nothing_runs =
         std::all_of(active_.begin(), active_.end(), [](const auto& s) { return s.second->parked; });
-    if (cache_.free_frames() < away + (nothing_runs ? 0 : 1)) return;
-    for (const Page page : sequence->pages) {
+    if (!nothing_runs && cache_.free_frames() < pages.end() - away + 1) return;
+    for (const Page page : pages) {
       [[maybe_unused]] const bool back = cache_.unpark(page);
-      assert(back && "frames were counted");
+      assert(back && "there is room for any one sequence");
     }
     sequence->parked = false;
   }
@@ -280,14 +281,7 @@ bool Scheduler::preempt(const Sequence& needy, const std::vector<Chunk>& chunks)
 /// Answers whether that freed a frame.
 bool Scheduler::park(Sequence& sequence) {
   bool freed = false;
-  for (std::size_t i = 0; i < sequence.pages.size(); ++i) {
-    try {
-      freed |= cache_.park(sequence.pages[i]);
-    } catch (...) {
-      for (std::size_t j = 0; j < i; ++j) cache_.unpark(sequence.pages[j]);
-      throw;
-    }
-  }
+  for (const Page page : sequence.pages) freed |= cache_.park(page);
   sequence.parked = true;
   ++preemptions;
   return freed;

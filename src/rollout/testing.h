@@ -1,0 +1,201 @@
+/// For tests: a sink in memory that checks its callers, and a small model with random weights.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <set>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "base/error.h"
+#include "base/philox.h"
+#include "kernels/exact/quantize.h"
+#include "model/names.h"
+#include "model/weights.h"
+#include "numerics/bf16.h"
+#include "record/agreement.h"
+#include "record/trace.h"
+
+namespace lockstep::rollout::testing {
+
+/// Keeps every row, and fails the test where an engine breaks the sink's rules.
+class MemoryTrace final : public TraceSink {
+ public:
+  using Key = std::tuple<std::uint64_t, std::int32_t, Place, Encoding>;  // span, position
+
+  void open(const Span& span, ContractId) override {
+    forget(span.id, 0);
+    spans_[span.id.value] = span;
+    sealed_.erase(span.id.value);
+  }
+  bool admits(std::int64_t more) const override { return bytes() + more <= budget; }
+  void append(std::span<const TokenKey> tokens, Rows<const std::byte> rows) override {
+    ++appends;
+    const auto width = static_cast<std::size_t>(rows.layout.bytes());
+    ASSERT_EQ(rows.bytes.size(), tokens.size() * width);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const auto span = spans_.find(tokens[i].span.value);
+      ASSERT_TRUE(span != spans_.end()) << "append to a span that is not open";
+      EXPECT_FALSE(sealed_.contains(tokens[i].span.value)) << "append to a sealed span";
+      EXPECT_GE(tokens[i].position, span->second.first);
+      const auto row = rows.bytes.subspan(i * width, width);
+      const bool is_new = rows_
+                              .emplace(Key{tokens[i].span.value, tokens[i].position, rows.place,
+                                           rows.layout.encoding},
+                                       std::vector<std::byte>(row.begin(), row.end()))
+                              .second;
+      EXPECT_TRUE(is_new) << "position " << tokens[i].position << " is recorded twice";
+    }
+  }
+  void truncate(SpanId span, std::int32_t position) override { forget(span, position); }
+  void seal(SpanId span) override { sealed_.insert(span.value); }
+
+  bool sealed(SpanId span) const { return sealed_.contains(span.value); }
+  std::size_t open_spans() const { return spans_.size() - sealed_.size(); }
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const auto& [key, row] : rows_) sum += static_cast<std::int64_t>(row.size());
+    return sum;
+  }
+  const std::map<Key, std::vector<std::byte>>& rows() const { return rows_; }
+
+  /// All rows of a trajectory, by position and not by span.
+  using Records = std::map<std::tuple<std::int32_t, Place, Encoding>, std::vector<std::byte>>;
+  Records records(const Trajectory& t) const {
+    Records records;
+    for (const Span& span : t.path) {
+      EXPECT_TRUE(sealed(span.id));
+      const auto end = rows_.lower_bound({span.id.value, span.first + span.count, Place{}, {}});
+      for (auto it = rows_.lower_bound({span.id.value, span.first, Place{}, {}}); it != end; ++it) {
+        const auto& [id, position, place, encoding] = it->first;
+        records[{position, place, encoding}] = it->second;
+      }
+    }
+    return records;
+  }
+
+  std::int64_t budget = 1ll << 40;
+  std::int64_t appends = 0;
+
+ private:
+  void forget(SpanId span, std::int32_t position) {
+    rows_.erase(rows_.lower_bound({span.value, position, Place{}, {}}),
+                rows_.lower_bound({span.value + 1, 0, Place{}, {}}));
+  }
+  std::map<std::uint64_t, Span> spans_;
+  std::set<std::uint64_t> sealed_;
+  std::map<Key, std::vector<std::byte>> rows_;
+};
+
+inline ModelConfig small_model() {
+  return {.num_layers = 3,
+          .hidden = 64,
+          .expert_width = 32,
+          .num_experts = 6,
+          .experts_per_token = 2,
+          .num_heads = 4,
+          .num_kv_heads = 2,
+          .head_dim = 32,
+          .vocabulary = 96,
+          .max_positions = 128,
+          .stop_tokens = {1}};
+}
+
+/// NVFP4 everywhere; records of all sites in the last two layers, and routes.
+inline Agreement small_agreement(Guidance mode = Guidance::kLsb) {
+  Agreement a;
+  a.model = small_model();
+  a.contract = contracts::lockstep(a.model.num_layers);
+  a.contract.kv_exponents.assign(static_cast<std::size_t>(2 * a.model.num_layers), -7);
+  a.guide = {.mode = mode,
+             .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
+             .layers = LayerSet::range(1, a.model.num_layers),
+             .replay_experts = true,
+             .audit_every = 4};
+  a.seed = 17;
+  return a;
+}
+
+inline Agreement small_bf16() {
+  Agreement a;
+  a.model = small_model();
+  a.contract = contracts::bf16();
+  a.guide.replay_experts = true;
+  return a;
+}
+
+inline float gaussian(std::uint64_t seed, std::uint64_t stream, std::uint32_t i) {
+  const PhiloxWords w = philox(seed, philox_counter(stream, i, 0));
+  return static_cast<float>(std::sqrt(-2.0 * std::log(1.0 - unit(w[0], w[1]))) *
+                            std::cos(6.283185307179586 * unit(w[2], w[3])));
+}
+
+/// Masters from a seed; norms are near one.
+class RandomWeights final : public WeightSource {
+ public:
+  RandomWeights(const ModelConfig& model, std::uint64_t seed, float scale = 1.0f)
+      : model_(model), seed_(seed), scale_(scale) {}
+
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    std::uint64_t stream = 0;
+    for (const WeightId& id : weight_ids(model_)) {
+      const auto [rows, cols] = weight_shape(model_, id.role);
+      std::vector<float> values(static_cast<std::size_t>(rows * cols));
+      const float size = scale_ * 1.5f / std::sqrt(static_cast<float>(cols));
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const float x = gaussian(seed_, stream, static_cast<std::uint32_t>(i));
+        values[i] = rows == 1                               ? 1.0f + 0.1f * x
+                    : id.role == WeightId::Role::kEmbedding ? x
+                                                            : size * x;
+      }
+      ++stream;
+      visit({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}, {}}});
+    }
+  }
+
+ private:
+  ModelConfig model_;
+  std::uint64_t seed_;
+  float scale_;
+};
+
+/// What sync::refit does, without its checks: a stage may not use another.
+inline void load(const WeightSource& from, const Contract& contract, WeightVersion version,
+                 WeightSink& to) {
+  to.begin(version, contract.id());
+  from.each([&](const Weight& weight) {
+    const auto& master = std::get<TensorView<const float, 2>>(weight.value);
+    const std::int64_t rows = master.shape[0], cols = master.shape[1];
+    if (of_expert(weight.id.role) && contract.weight.element == Element::kE2m1 &&
+        contract.layers.has(weight.id.layer)) {
+      std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * cols / 2));
+      std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * cols / 16));
+      float global = 0.0f;
+      const PackedView<std::uint8_t> out = {{codes.data(), {rows, cols / 2}, {cols / 2, 1}, {}},
+                                            {scales.data(), {rows, cols / 16}, {cols / 16, 1}, {}},
+                                            {&global, {rows}, {0}, {}}};
+      kernels::quantize_weight(master, contract.weight, out);
+      to.put({weight.id, PackedView<const std::uint8_t>(out)});
+      return;
+    }
+    std::vector<Bf16> rounded(static_cast<std::size_t>(rows * cols));
+    for (std::size_t i = 0; i < rounded.size(); ++i) rounded[i] = to_bf16(master.data[i]);
+    to.put({weight.id, TensorView<const Bf16, 2>{rounded.data(), {rows, cols}, {cols, 1}, {}}});
+  });
+  to.commit();
+}
+
+inline std::vector<Token> random_tokens(std::int32_t count, std::uint64_t seed,
+                                        std::int32_t vocabulary = 96) {
+  std::vector<Token> tokens;
+  for (std::int32_t i = 0; i < count; ++i) {
+    const std::uint32_t word = philox(seed, philox_counter(1, static_cast<std::uint32_t>(i), 9))[0];
+    tokens.push_back(2 + static_cast<Token>(word % static_cast<std::uint32_t>(vocabulary - 2)));
+  }
+  return tokens;
+}
+
+}  // namespace lockstep::rollout::testing
