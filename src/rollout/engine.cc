@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cmath>
+#include <set>
 #include <utility>
 
 #include "base/error.h"
@@ -86,6 +86,8 @@ struct Engine::Impl {
   void remember(const Sequence& s);
   void finish(Sequence& s, Finish why, std::vector<Capture::Held>& held);
   void give_up(Sequence& prompt);
+  void admit_names(const Trajectory& t, std::int32_t samples);
+  void report(Order order, Trajectory trajectory);
   void new_weights(WeightVersion version);
   std::vector<std::pair<Order, Trajectory>> step();
 
@@ -103,6 +105,7 @@ struct Engine::Impl {
   bool held_back = false;
   Counts counts{};
   std::vector<std::vector<std::int32_t>> tables{};  // of frames, of each sequence in the pass
+  std::set<std::pair<PromptId, std::int32_t>> under_way{};  // prompts and samples that record
   std::vector<std::pair<Order, Trajectory>> finished{};
 };
 
@@ -182,6 +185,8 @@ void Engine::Impl::close_span(Sequence& s, std::vector<Capture::Held>& held) {
     held.push_back(std::move(rows));
     s.trajectory.path.push_back(*s.span);
     s.recorded = s.fed;
+  } else if (trace != nullptr && s.opened) {
+    trace->seal(s.span->id);  // of a pass that failed; it was truncated then
   }
   s.span.reset();
   s.opened = false;
@@ -328,11 +333,27 @@ void Engine::Impl::remember(const Sequence& s) {
                  tags(s, s.fed));
 }
 
+/// Spans are named after prompt and sample: two alike at a time would write into one span.
+void Engine::Impl::admit_names(const Trajectory& t, std::int32_t samples) {
+  if (trace == nullptr) return;
+  for (std::int32_t i = 0; i < samples; ++i) {
+    if (!under_way.contains({t.prompt, t.sample + i})) continue;
+    throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample + i,
+                     " is under way already: give each prompt a number of its own"}));
+  }
+  for (std::int32_t i = 0; i < samples; ++i) under_way.insert({t.prompt, t.sample + i});
+}
+
+void Engine::Impl::report(Order order, Trajectory trajectory) {
+  under_way.erase({trajectory.prompt, trajectory.sample});
+  finished.emplace_back(order, std::move(trajectory));
+}
+
 void Engine::Impl::finish(Sequence& s, Finish why, std::vector<Capture::Held>& held) {
   close_span(s, held);
   remember(s);
   s.trajectory.finish = why;
-  finished.emplace_back(s.order, std::move(s.trajectory));
+  report(s.order, std::move(s.trajectory));
   scheduler.remove(s);
 }
 
@@ -401,6 +422,8 @@ Engine::~Engine() = default;
 
 void Engine::submit(Request request) {
   check_request(request, impl_->agreement.model, impl_->trace != nullptr);
+  impl_->scheduler.check(request, false);
+  impl_->admit_names(request.prefix, request.num_samples);
   impl_->scheduler.submit(std::move(request), false);
 }
 
@@ -426,8 +449,7 @@ void Engine::Impl::give_up(Sequence& prompt) {
     t.path = prompt.earlier;
     t.sample += i;
     t.finish = Finish::kAborted;
-    finished.emplace_back(Order{prompt.order.request, prompt.order.place + 2 * i + 1},
-                          std::move(t));
+    report({prompt.order.request, prompt.order.place + 2 * i + 1}, std::move(t));
   }
   scheduler.remove(prompt);
 }
@@ -449,7 +471,7 @@ std::vector<Trajectory> Engine::abort() {
       Trajectory t = waiting.request.prefix;
       t.sample += i;
       t.finish = Finish::kAborted;
-      impl_->finished.emplace_back(Order{waiting.number, 2 * i + 1}, std::move(t));
+      impl_->report({waiting.number, 2 * i + 1}, std::move(t));
     }
   }
   impl_->scheduler.waiting().clear();
@@ -466,7 +488,10 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
     for (std::size_t i = 0; i < out.size(); ++i) {
       prepare_scoring(out[i], impl_->agreement.model);
       if (out[i].tokens.size() < 2) continue;
-      numbers[i] = impl_->scheduler.submit({.prefix = out[i]}, true);
+      Request request = {.prefix = out[i]};
+      impl_->scheduler.check(request, true);
+      impl_->admit_names(out[i], 1);
+      numbers[i] = impl_->scheduler.submit(std::move(request), true);
     }
     while (!idle()) {
       for (auto& [order, trajectory] : impl_->step()) {
@@ -488,17 +513,20 @@ Metrics Engine::metrics() {
   const Counts c = std::exchange(impl_->counts, {});
   const auto number = [](std::int64_t n) { return static_cast<double>(n); };
   Scheduler& scheduler = impl_->scheduler;
-  return {{"rollout/tokens", number(c.tokens)},
-          {"rollout/prompt_tokens", number(c.prompt_tokens)},
-          {"rollout/recalled_tokens", number(c.recalled_tokens)},
-          {"rollout/rewritten_tokens", number(c.rewritten_tokens)},
-          {"rollout/passes", number(c.passes)},
-          {"rollout/rows_per_pass", c.passes > 0 ? number(c.rows) / number(c.passes) : 0.0},
-          {"rollout/seconds", c.seconds},
-          {"rollout/tokens_per_s", c.seconds > 0.0 ? number(c.tokens) / c.seconds : 0.0},
-          {"rollout/preemptions", number(std::exchange(scheduler.preemptions, 0))},
-          {"rollout/shared_pages", number(std::exchange(scheduler.shared_pages, 0))},
-          {"rollout/cache_use", number(c.peak_frames) / number(impl_->cache.frames())}};
+  Metrics metrics = impl_->forward.metrics();
+  metrics.merge(
+      Metrics{{"rollout/tokens", number(c.tokens)},
+              {"rollout/prompt_tokens", number(c.prompt_tokens)},
+              {"rollout/recalled_tokens", number(c.recalled_tokens)},
+              {"rollout/rewritten_tokens", number(c.rewritten_tokens)},
+              {"rollout/passes", number(c.passes)},
+              {"rollout/rows_per_pass", c.passes > 0 ? number(c.rows) / number(c.passes) : 0.0},
+              {"rollout/seconds", c.seconds},
+              {"rollout/tokens_per_s", c.seconds > 0.0 ? number(c.tokens) / c.seconds : 0.0},
+              {"rollout/preemptions", number(std::exchange(scheduler.preemptions, 0))},
+              {"rollout/shared_pages", number(std::exchange(scheduler.shared_pages, 0))},
+              {"rollout/cache_use", number(c.peak_frames) / number(impl_->cache.frames())}});
+  return metrics;
 }
 
 }  // namespace lockstep::rollout

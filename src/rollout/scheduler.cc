@@ -71,35 +71,38 @@ Scheduler::Scheduler(const Agreement& agreement, const Options& options, KvCache
   bytes_all_ += bytes_kv_;
 }
 
-std::int64_t Scheduler::most_fed(const Waiting& waiting) const {
-  const auto prompt = static_cast<std::int64_t>(waiting.request.prefix.tokens.size());
-  if (waiting.scored) return std::max<std::int64_t>(prompt - 1, 0);
-  return std::min<std::int64_t>(prompt + waiting.request.prefix.sampling.max_new_tokens,
+std::int64_t Scheduler::most_fed(const Request& request, bool scored) const {
+  const auto prompt = static_cast<std::int64_t>(request.prefix.tokens.size());
+  if (scored) return std::max<std::int64_t>(prompt - 1, 0);
+  return std::min<std::int64_t>(prompt + request.prefix.sampling.max_new_tokens,
                                 agreement_.model.max_positions) -
          1;
 }
 
 /// Pages that a group holds at most: the full pages of the prompt once, what follows each sample's
 /// own, and the prompt's last page until all have their copy.
-std::int64_t Scheduler::group_pages(const Waiting& waiting, std::int64_t samples) const {
-  const auto prompt = static_cast<std::int64_t>(waiting.request.prefix.tokens.size());
-  const std::int64_t each = cache_.pages_for(most_fed(waiting));
-  if (waiting.scored) return each;
+std::int64_t Scheduler::group_pages(const Request& request, bool scored,
+                                    std::int64_t samples) const {
+  const auto prompt = static_cast<std::int64_t>(request.prefix.tokens.size());
+  const std::int64_t each = cache_.pages_for(most_fed(request, scored));
+  if (scored) return each;
   const std::int64_t shared = prompt / cache_.page_tokens();
   const std::int64_t partial = samples > 1 && prompt % cache_.page_tokens() != 0 ? 1 : 0;
   return shared + partial + samples * std::max<std::int64_t>(each - shared, 0);
 }
 
+void Scheduler::check(const Request& request, bool scored) const {
+  const std::int64_t tokens = most_fed(request, scored);
+  const std::int64_t needed = std::max<std::int64_t>(1, group_pages(request, scored, 1));
+  if (needed <= cache_.frames()) return;
+  throw Error(
+      cat({"prompt ", request.prefix.prompt.value, ": one sequence of ", tokens, " tokens needs ",
+           needed * cache_.page_bytes(), " bytes of cache, cache_bytes gives ",
+           cache_.frames() * cache_.page_bytes(), ": raise cache_bytes or lower max_new_tokens"}));
+}
+
 std::int64_t Scheduler::submit(Request request, bool scored) {
-  Waiting waiting = {.request = std::move(request), .number = requests_, .scored = scored};
-  const std::int64_t needed = std::max<std::int64_t>(1, group_pages(waiting, 1));
-  if (needed > cache_.frames()) {
-    throw Error(cat({"prompt ", waiting.request.prefix.prompt.value, ": one sequence of ",
-                     most_fed(waiting), " tokens needs ", needed * cache_.page_bytes(),
-                     " bytes of cache, cache_bytes gives ", cache_.frames() * cache_.page_bytes(),
-                     ": raise cache_bytes or lower max_new_tokens"}));
-  }
-  waiting_.push_back(std::move(waiting));
+  waiting_.push_back({.request = std::move(request), .number = requests_, .scored = scored});
   return requests_++;
 }
 
@@ -160,7 +163,8 @@ std::int32_t Scheduler::admissible(const Waiting& waiting) {
   if (waiting.prompt_path && waiting.prompt_path->empty()) return 0;  // the prompt is being read
   const std::int64_t memory = cache_.frames() + cache_.host_slots();
   std::int32_t fitting = samples;
-  while (fitting > 0 && reserved_ + group_pages(waiting, fitting) > memory) {
+  while (fitting > 0 &&
+         reserved_ + group_pages(waiting.request, waiting.scored, fitting) > memory) {
     fitting = alone ? fitting - 1 : 0;
   }
   if (fitting == 0) return 0;
@@ -171,7 +175,7 @@ std::int32_t Scheduler::admissible(const Waiting& waiting) {
     if (cache_.free_frames() < cache_.pages_for(prompt) + 1) return 0;
   }
   if (trace_ != nullptr) {
-    const std::int64_t each = most_fed(waiting) - prompt;
+    const std::int64_t each = most_fed(waiting.request, waiting.scored) - prompt;
     const std::int64_t bytes = record_bytes(prompt, prompt) + fitting * record_bytes(each, each);
     held_back_ = !trace_->admits(promised_bytes() + bytes);
     if (held_back_) return 0;
@@ -205,10 +209,10 @@ void Scheduler::start(Waiting& waiting, std::int32_t samples) {
   s.seed = request.seed;
   s.forks = waiting.scored ? 0 : samples;
   s.prompt = s.size();
-  s.limit = static_cast<std::int32_t>(most_fed(waiting)) + 1;
+  s.limit = static_cast<std::int32_t>(most_fed(waiting.request, waiting.scored)) + 1;
   s.group = std::make_shared<Group>();
   s.group->members = 1;
-  const std::int64_t pages = group_pages(waiting, samples);
+  const std::int64_t pages = group_pages(waiting.request, waiting.scored, samples);
   const std::int64_t own =
       std::max<std::int64_t>(cache_.pages_for(s.limit - 1) - s.prompt / cache_.page_tokens(), 0);
   // A prompt holds what its samples will; they take over their own part when they begin.

@@ -42,8 +42,10 @@ class Scheduler {
   Scheduler(const Agreement& agreement, const Options& options, KvCache& cache,
             const TraceSink* trace, std::function<void(Sequence&)> begin);
 
-  /// Throws Error where one sequence of the request can never fit in the cache. Returns its
-  /// number, the `request` of its sequences' order.
+  /// Throws Error where one sequence of the request can never fit in the cache.
+  void check(const Request& request, bool scored) const;
+
+  /// Of what check() passed. Returns its number, the `request` of its sequences' order.
   std::int64_t submit(Request request, bool scored);
 
   /// Chunks with all their pages on the device. Empty when nothing can run.
@@ -84,8 +86,8 @@ class Scheduler {
   bool park(Sequence& sequence);
 
   /// Positions that one sample of the request feeds at most, its prompt included.
-  std::int64_t most_fed(const Waiting& waiting) const;
-  std::int64_t group_pages(const Waiting& waiting, std::int64_t samples) const;
+  std::int64_t most_fed(const Request& request, bool scored) const;
+  std::int64_t group_pages(const Request& request, bool scored, std::int64_t samples) const;
   std::int64_t record_bytes(std::int64_t all, std::int64_t kv) const;
   std::int64_t promised_bytes() const;
 

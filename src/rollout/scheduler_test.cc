@@ -38,6 +38,7 @@ class Simulation {
     request.prefix.prompt = PromptId{prompt};
     request.prefix.tokens = random_tokens(tokens, static_cast<std::uint64_t>(prompt));
     request.prefix.sampling.max_new_tokens = more;
+    scheduler_->check(request, false);
     scheduler_->submit(std::move(request), false);
   }
 

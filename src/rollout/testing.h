@@ -1,23 +1,18 @@
-/// For tests: a sink in memory that checks its callers, and a small model with random weights.
+/// For tests: a sink in memory that checks its callers, and agreements on a small model.
 #pragma once
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <map>
 #include <set>
 #include <span>
 #include <tuple>
 #include <vector>
 
-#include "base/error.h"
 #include "base/philox.h"
-#include "kernels/exact/quantize.h"
-#include "model/names.h"
-#include "model/weights.h"
-#include "numerics/bf16.h"
 #include "record/agreement.h"
 #include "record/trace.h"
+#include "rollout/forward_fixture.h"
 
 namespace lockstep::rollout::testing {
 
@@ -91,17 +86,10 @@ class MemoryTrace final : public TraceSink {
 };
 
 inline ModelConfig small_model() {
-  return {.num_layers = 3,
-          .hidden = 64,
-          .expert_width = 32,
-          .num_experts = 6,
-          .experts_per_token = 2,
-          .num_heads = 4,
-          .num_kv_heads = 2,
-          .head_dim = 32,
-          .vocabulary = 96,
-          .max_positions = 128,
-          .stop_tokens = {1}};
+  ModelConfig model = fixture::small_model();
+  model.max_positions = 96;
+  model.stop_tokens = {1};
+  return model;
 }
 
 /// NVFP4 everywhere; records of all sites in the last two layers, and routes.
@@ -109,7 +97,7 @@ inline Agreement small_agreement(Guidance mode = Guidance::kLsb) {
   Agreement a;
   a.model = small_model();
   a.contract = contracts::lockstep(a.model.num_layers);
-  a.contract.kv_exponents.assign(static_cast<std::size_t>(2 * a.model.num_layers), -7);
+  a.contract.kv_exponents.assign(static_cast<std::size_t>(2 * a.model.num_layers), -6);
   a.guide = {.mode = mode,
              .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
              .layers = LayerSet::range(1, a.model.num_layers),
@@ -127,69 +115,8 @@ inline Agreement small_bf16() {
   return a;
 }
 
-inline float gaussian(std::uint64_t seed, std::uint64_t stream, std::uint32_t i) {
-  const PhiloxWords w = philox(seed, philox_counter(stream, i, 0));
-  return static_cast<float>(std::sqrt(-2.0 * std::log(1.0 - unit(w[0], w[1]))) *
-                            std::cos(6.283185307179586 * unit(w[2], w[3])));
-}
-
-/// Masters from a seed; norms are near one.
-class RandomWeights final : public WeightSource {
- public:
-  RandomWeights(const ModelConfig& model, std::uint64_t seed, float scale = 1.0f)
-      : model_(model), seed_(seed), scale_(scale) {}
-
-  void each(const std::function<void(const Weight&)>& visit) const override {
-    std::uint64_t stream = 0;
-    for (const WeightId& id : weight_ids(model_)) {
-      const auto [rows, cols] = weight_shape(model_, id.role);
-      std::vector<float> values(static_cast<std::size_t>(rows * cols));
-      const float size = scale_ * 1.5f / std::sqrt(static_cast<float>(cols));
-      for (std::size_t i = 0; i < values.size(); ++i) {
-        const float x = gaussian(seed_, stream, static_cast<std::uint32_t>(i));
-        values[i] = rows == 1                               ? 1.0f + 0.1f * x
-                    : id.role == WeightId::Role::kEmbedding ? x
-                                                            : size * x;
-      }
-      ++stream;
-      visit({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}, {}}});
-    }
-  }
-
- private:
-  ModelConfig model_;
-  std::uint64_t seed_;
-  float scale_;
-};
-
-/// What sync::refit does, without its checks: a stage may not use another.
-inline void load(const WeightSource& from, const Contract& contract, WeightVersion version,
-                 WeightSink& to) {
-  to.begin(version, contract.id());
-  from.each([&](const Weight& weight) {
-    const auto& master = std::get<TensorView<const float, 2>>(weight.value);
-    const std::int64_t rows = master.shape[0], cols = master.shape[1];
-    if (of_expert(weight.id.role) && contract.weight.element == Element::kE2m1 &&
-        contract.layers.has(weight.id.layer)) {
-      std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * cols / 2));
-      std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * cols / 16));
-      float global = 0.0f;
-      const PackedView<std::uint8_t> out = {{codes.data(), {rows, cols / 2}, {cols / 2, 1}, {}},
-                                            {scales.data(), {rows, cols / 16}, {cols / 16, 1}, {}},
-                                            {&global, {rows}, {0}, {}}};
-      kernels::quantize_weight(master, contract.weight, out);
-      to.put({weight.id, PackedView<const std::uint8_t>(out)});
-      return;
-    }
-    std::vector<Bf16> rounded(static_cast<std::size_t>(rows * cols));
-    for (std::size_t i = 0; i < rounded.size(); ++i) rounded[i] = to_bf16(master.data[i]);
-    to.put({weight.id, TensorView<const Bf16, 2>{rounded.data(), {rows, cols}, {cols, 1}, {}}});
-  });
-  to.commit();
-}
-
 inline std::vector<Token> random_tokens(std::int32_t count, std::uint64_t seed,
-                                        std::int32_t vocabulary = 96) {
+                                        std::int32_t vocabulary = 50) {
   std::vector<Token> tokens;
   for (std::int32_t i = 0; i < count; ++i) {
     const std::uint32_t word = philox(seed, philox_counter(1, static_cast<std::uint32_t>(i), 9))[0];
