@@ -11,65 +11,13 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/philox.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/packed_matrix.h"
 #include "kernels/exact/quantize_rows.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
-
-constexpr Quantizer kLockstep = {.element = Element::kE2m1,
-                                 .scale = ScaleFormat::kE4m3,
-                                 .global = GlobalScale::kPerToken,
-                                 .global_is_power_of_two = true};
-
-constexpr Quantizer mx(ScaleRule rule) {
-  return {.element = Element::kE2m1, .block = 32, .scale = ScaleFormat::kE8m0, .scale_rule = rule};
-}
-
-template <typename T>
-TensorView<T, 2> matrix(std::vector<T>& data, std::int64_t rows, std::int64_t cols) {
-  return {data.data(), {rows, cols}, {cols, 1}, {}};
-}
-
-/// Codes of a matrix, over bytes that no quantizer writes: what is left alone shows.
-struct Packed {
-  Packed(std::int64_t rows, std::int64_t cols, std::int64_t block)
-      : rows(rows),
-        cols(cols),
-        block(block),
-        codes(static_cast<std::size_t>(rows * cols / 2), 0x88),
-        scales(static_cast<std::size_t>(rows * cols / block), 0x7F),
-        global(static_cast<std::size_t>(rows), -1.0f) {}
-
-  PackedView<std::uint8_t> view() {
-    return {matrix(codes, rows, cols / 2),
-            matrix(scales, rows, cols / block),
-            {global.data(), {rows}, {1}, {}}};
-  }
-  bool operator==(const Packed&) const = default;
-
-  std::int64_t rows, cols, block;
-  std::vector<std::uint8_t> codes, scales;
-  std::vector<float> global;
-};
-
-/// Normal numbers times a scale that wanders over `binades`, some zeros and repeated values.
-std::vector<Bf16> random_values(std::size_t count, std::uint64_t seed, int binades) {
-  std::vector<Bf16> x(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const PhiloxWords w = philox(seed, philox_counter(i, 0, 0));
-    const double normal = std::sqrt(-2.0 * std::log(unit(w[0], w[1]) + 1e-300)) *
-                          std::cos(6.283185307179586 * unit(w[2], w[3]));
-    const PhiloxWords b = philox(seed, philox_counter(i / 16, 1, 0));
-    const int shift = static_cast<int>(b[0] % static_cast<unsigned>(2 * binades + 1)) - binades;
-    x[i] = to_bf16(static_cast<float>(std::ldexp(normal, shift)));
-    if (b[1] % 16 == 0) x[i] = Bf16{0};
-    if (w[3] % 64 == 0) x[i] = Bf16{0x8000};
-  }
-  return x;
-}
 
 Packed definition(const std::vector<Bf16>& x, std::int64_t rows, std::int64_t cols,
                   const Quantizer& rule, std::int32_t n, QuantizeCounts& counts) {
@@ -92,13 +40,12 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
   cache.global = GlobalScale::kStatic;
   const std::vector<Quantizer> rules = {kLockstep,
                                         cache,
-                                        mx(ScaleRule::kMxFloor),
-                                        mx(ScaleRule::kMxEven),
-                                        mx(ScaleRule::kMxCeil),
-                                        mx(ScaleRule::kMxRceil)};
+                                        mx_rule(ScaleRule::kMxFloor),
+                                        mx_rule(ScaleRule::kMxEven),
+                                        mx_rule(ScaleRule::kMxCeil),
+                                        mx_rule(ScaleRule::kMxRceil)};
   for (const Quantizer& rule : rules) {
-    const Simd best = simd_for(rule);
-    if (best == Simd::kNone) GTEST_SKIP() << "neither AVX2 nor AVX-512 on this machine";
+    ASSERT_EQ(isa_for(rule), best_isa());
     for (const std::int64_t cols : {32, 96, 160, 2048, 2080}) {
       for (const int binades : {0, 3, 20, 130}) {
         const std::int64_t rows = 64;
@@ -106,7 +53,8 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
         const std::int32_t n = -9;
         QuantizeCounts counts{};
         const Packed expected = definition(x, rows, cols, rule, n, counts);
-        for (const Simd simd : {Simd::kAvx2, best}) {
+        for (const Isa isa : {Isa::kAvx2, Isa::kAvx512}) {
+          if (!has_isa(isa)) continue;
           QuantizeCounts simd_counts{};
           Packed out = expected;
           std::fill(out.codes.begin(), out.codes.end(), std::uint8_t{0x88});
@@ -114,13 +62,13 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
           std::vector<std::uint16_t> amaxes(static_cast<std::size_t>(cols / rule.block));
           for (std::int64_t r = 0; r < rows; ++r) {
             const Bf16* row = x.data() + r * cols;
-            const std::uint16_t bits = block_amaxes(simd, row, cols, rule.block, amaxes.data());
+            const std::uint16_t bits = block_amaxes(isa, row, cols, rule.block, amaxes.data());
             ASSERT_EQ(to_float(static_cast<Bf16>(bits)), row_amax(row, cols));
             const GlobalNumbers global =
                 rule.global == GlobalScale::kStatic
                     ? global_of_exponent(n)
                     : global_of_amax(rule, to_float(static_cast<Bf16>(bits)));
-            encode_row(simd,
+            encode_row(isa,
                        {row, cols, global, out.codes.data() + r * cols / 2,
                         out.scales.data() + r * cols / rule.block},
                        rule, amaxes.data(), simd_counts);
@@ -132,6 +80,259 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
       }
     }
   }
+}
+
+TEST(Quantize, R11_EveryBackendOnThresholdsAndTheirNeighbours) {
+  // A block a scale: the element that asks for it, then seven thresholds and their neighbours.
+  std::vector<Bf16> x;
+  for (int e = -6; e <= 6; ++e) {
+    for (int m = 8; m < 16; ++m) {
+      const auto scale = static_cast<float>(std::ldexp(m, e));
+      for (const int step : {-1, 0, 1}) {
+        x.push_back(to_bf16(6 * scale));
+        for (const float mid : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f}) {
+          const int bits = bits_of(to_bf16(mid * scale)) + step;
+          x.push_back(static_cast<Bf16>(static_cast<std::uint16_t>(bits)));
+          x.push_back(static_cast<Bf16>(static_cast<std::uint16_t>(bits | 0x8000)));
+        }
+        x.push_back(Bf16{0});
+      }
+    }
+  }
+  const auto cols = static_cast<std::int64_t>(x.size());
+  QuantizeCounts counts{};
+  Packed out = definition(x, 1, cols, kLockstep, 0, counts);
+  const Packed expected = out;
+  quantize({.x = matrix(x, 1, cols), .rule = kLockstep, .out = out.view()});
+  EXPECT_EQ(out, expected);
+}
+
+/// Row `row` of codes as a record, bit by bit as the page that defines planes says it.
+std::vector<std::uint8_t> slow_record(const Packed& packed, const RowLayout& layout,
+                                      std::int64_t record) {
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(layout.bytes()));
+  const std::int64_t slots = layout.width / packed.cols;
+  const std::int64_t blocks = packed.cols / packed.block;
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
+    const std::int64_t row = record * slots + slot;
+    for (std::int64_t col = 0; col < packed.cols; ++col) {
+      const auto i = static_cast<std::size_t>(slot * packed.cols + col);
+      const int code = packed.code(row, col);
+      const bool lsb =
+          layout.encoding == Encoding::kLsb || layout.encoding == Encoding::kLsbScaleMod4;
+      if (lsb) out[i / 8] = static_cast<std::uint8_t>(out[i / 8] | (code & 1) << (i % 8));
+      if (layout.encoding == Encoding::kCodes) {
+        out[i / 2] = static_cast<std::uint8_t>(out[i / 2] | code << (i % 2 * 4));
+      }
+    }
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const auto j = static_cast<std::size_t>(slot * blocks + block);
+      const int byte = packed.scales[static_cast<std::size_t>(row * blocks + block)];
+      std::uint8_t* scales = out.data() + layout.element_bytes();
+      if (layout.encoding == Encoding::kLsbScaleMod4) {
+        scales[j / 4] = static_cast<std::uint8_t>(scales[j / 4] | (byte & 3) << (j % 4 * 2));
+      } else {
+        scales[j] = static_cast<std::uint8_t>(byte);
+      }
+    }
+    if (layout.exponents > 0) {
+      const int n = exponent_of(packed.global[static_cast<std::size_t>(row)]);
+      out[out.size() - static_cast<std::size_t>(slots - slot)] = static_cast<std::uint8_t>(n);
+    }
+  }
+  return out;
+}
+
+TEST(Quantize, RecordsHoldTheSameCodesInEveryEncoding) {
+  // Three slots of five blocks: their residues begin within bytes.
+  for (const std::int64_t slots : {1, 3}) {
+    const std::int64_t tokens = 5;
+    const std::int64_t cols = 80;
+    auto x = random_values(static_cast<std::size_t>(tokens * slots * cols), 3, 6);
+    for (const Encoding encoding :
+         {Encoding::kScale, Encoding::kLsb, Encoding::kLsbScaleMod4, Encoding::kCodes}) {
+      for (const std::int64_t exponents : {std::int64_t{0}, slots}) {
+        const RowLayout layout = {encoding, static_cast<std::int32_t>(slots * cols), 16,
+                                  static_cast<std::int32_t>(exponents)};
+        std::vector<std::uint8_t> records(static_cast<std::size_t>(tokens * layout.bytes()), 0xFF);
+        Packed out(tokens * slots, cols, 16);
+        quantize({.x = matrix(x, tokens * slots, cols),
+                  .rule = kLockstep,
+                  .out = out.view(),
+                  .layout = layout,
+                  .records = matrix(records, tokens, layout.bytes())});
+        for (std::int64_t token = 0; token < tokens; ++token) {
+          const auto begin = records.begin() + token * layout.bytes();
+          EXPECT_EQ(std::vector<std::uint8_t>(begin, begin + layout.bytes()),
+                    slow_record(out, layout, token));
+        }
+      }
+    }
+  }
+}
+
+TEST(Quantize, R04_ZeroRowIsZeroAndLeavesTheOthersAlone) {
+  const std::int64_t cols = 64;
+  auto x = random_values(4 * cols, 5, 2);
+  std::fill(x.begin() + 2 * cols, x.begin() + 3 * cols, Bf16{0});
+  Packed out(4, cols, 16);
+  quantize({.x = matrix(x, 4, cols), .rule = kLockstep, .out = out.view()});
+  EXPECT_EQ(out.global[2], 1.0f);
+  std::vector<Bf16> without(x.begin(), x.begin() + 2 * cols);
+  without.insert(without.end(), x.begin() + 3 * cols, x.end());
+  Packed others(3, cols, 16);
+  quantize({.x = matrix(without, 3, cols), .rule = kLockstep, .out = others.view()});
+  std::vector<float> back(4 * cols, 1.0f);
+  std::vector<float> expected(3 * cols, 1.0f);
+  dequantize({.codes = out.view(), .rule = kLockstep, .f32 = matrix(back, 4, cols)});
+  dequantize({.codes = others.view(), .rule = kLockstep, .f32 = matrix(expected, 3, cols)});
+  for (std::int64_t i = 2 * cols; i < 3 * cols; ++i) {
+    EXPECT_EQ(float_bits(back[static_cast<std::size_t>(i)]), 0u);
+  }
+  back.erase(back.begin() + 2 * cols, back.begin() + 3 * cols);
+  EXPECT_EQ(back, expected);
+}
+
+TEST(Quantize, RowsThatAreNotFiniteAreZeroFlaggedAndAlone) {
+  const std::int64_t cols = 64;
+  for (const Quantizer& rule : {kLockstep, mx_rule(ScaleRule::kMxEven)}) {
+    for (const int bad : {0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81}) {
+      auto x = random_values(3 * cols, 5, 2);
+      const auto clean = x;
+      x[cols + 17] = static_cast<Bf16>(static_cast<std::uint16_t>(bad));
+      Packed out(3, cols, rule.block);
+      std::vector<std::uint8_t> flags(3, 9);
+      std::vector<std::int64_t> counts(kNumQuantizeCounts);
+      quantize({.x = matrix(x, 3, cols),
+                .rule = rule,
+                .out = out.view(),
+                .nonfinite = {flags.data(), {3}, {1}, {}},
+                .counts = {counts.data(), {kNumQuantizeCounts}, {1}, {}}});
+      QuantizeCounts none{};
+      Packed expected = definition(clean, 3, cols, rule, 0, none);
+      std::fill_n(expected.codes.begin() + cols / 2, cols / 2, std::uint8_t{0});
+      std::fill_n(expected.scales.begin() + cols / rule.block, cols / rule.block, std::uint8_t{0});
+      expected.global[1] = 1.0f;
+      EXPECT_EQ(out, expected);
+      EXPECT_EQ(flags, (std::vector<std::uint8_t>{0, 1, 0}));
+      EXPECT_EQ(counts[kNonfiniteRows], 1);
+    }
+  }
+}
+
+TEST(Quantize, ANonfiniteRowDoesNotMoveAMatrixsExponent) {
+  Quantizer rule = kLockstep;
+  rule.global = GlobalScale::kPerTensor;
+  std::vector<Bf16> x(3 * 16, to_bf16(2688.0f));
+  x[20] = static_cast<Bf16>(std::uint16_t{0x7F80});
+  Packed out(3, 16, 16);
+  quantize({.x = matrix(x, 3, 16), .rule = rule, .out = out.view()});
+  EXPECT_EQ(out.global, std::vector<float>(3, 1.0f));
+  EXPECT_EQ(out.scales, (std::vector<std::uint8_t>{kE4m3Max, 0, kE4m3Max}));
+}
+
+TEST(Quantize, NoCodeIsNegativeZero) {
+  std::vector<Bf16> x(64);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = to_bf16(i % 16 == 0 ? 6.0f : -1e-9f);
+  for (const Quantizer& rule : {kLockstep, mx_rule(ScaleRule::kMxFloor)}) {
+    Packed out(1, 64, rule.block);
+    quantize({.x = matrix(x, 1, 64), .rule = rule, .out = out.view()});
+    for (std::int64_t i = 0; i < 64; ++i) EXPECT_EQ(out.code(0, i), i % 16 == 0 ? 7 : 0);
+  }
+}
+
+TEST(Quantize, TheCachesExponentIsGivenAndSaturationCounted) {
+  Quantizer rule = kLockstep;
+  rule.global = GlobalScale::kStatic;
+  std::vector<Bf16> x(48, Bf16{0});
+  x[0] = to_bf16(2784.0f);  // 464 * 6: rounds to 448
+  x[16] = to_bf16(2800.0f);
+  Packed out(1, 48, 16);
+  std::vector<std::int64_t> counts(kNumQuantizeCounts);
+  quantize({.x = matrix(x, 1, 48),
+            .rule = rule,
+            .exponent = 0,
+            .out = out.view(),
+            .counts = {counts.data(), {kNumQuantizeCounts}, {1}, {}}});
+  EXPECT_EQ(out.scales, (std::vector<std::uint8_t>{kE4m3Max, kE4m3Max, 0}));
+  EXPECT_EQ(counts, (std::vector<std::int64_t>{3, 1, 0, 1, 0}));
+  // Codes and scales may lie in cache pages, where no global scale is kept.
+  PackedView<std::uint8_t> page = out.view();
+  page.global = {};
+  quantize({.x = matrix(x, 1, 48), .rule = rule, .exponent = 3, .out = page});
+  std::vector<float> back(48);
+  dequantize({.codes = page, .rule = rule, .exponent = 3, .f32 = matrix(back, 1, 48)});
+  EXPECT_EQ(back[0], 6 * 56 * 8.0f);  // 2784 / 48 = 58 rounds to 56
+}
+
+TEST(Quantize, WeightsAreRoundedToBf16FirstAndShareOneExponent) {
+  const std::int64_t rows = 7;
+  const std::int64_t cols = 48;
+  std::vector<float> master(static_cast<std::size_t>(rows * cols));
+  for (std::size_t i = 0; i < master.size(); ++i) master[i] = normal(11, i) * 0.02f;
+  std::vector<Bf16> rounded(master.size());
+  for (std::size_t i = 0; i < master.size(); ++i) rounded[i] = to_bf16(master[i]);
+  Quantizer rule = kLockstep;
+  rule.global = GlobalScale::kPerTensor;
+  Packed out(rows, cols, 16);
+  Packed expected(rows, cols, 16);
+  quantize_weight(matrix(master, rows, cols), rule, out.view());
+  quantize({.x = matrix(rounded, rows, cols), .rule = rule, .out = expected.view()});
+  EXPECT_EQ(out, expected);
+  const int n = global_exponent(row_amax(rounded.data(), rows * cols));
+  for (const float global : out.global) EXPECT_EQ(global, power_of_two(n));
+}
+
+std::string message_of(const QuantizeArgs& args) {
+  try {
+    quantize(args);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Quantize, MistakesAreNamed) {
+  std::vector<float> nan(16, 1.0f);
+  nan[3] = std::numeric_limits<float>::quiet_NaN();
+  Packed out(1, 16, 16);
+  Quantizer rule = kLockstep;
+  rule.global = GlobalScale::kPerTensor;
+  try {
+    quantize_weight(matrix(nan, 1, 16), rule, out.view());
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "quantize: the weight at row 0, column 3 is not a finite BF16 number; it must be "
+                 "before it can have codes");
+  }
+  std::vector<Bf16> x(60);
+  EXPECT_EQ(message_of({.x = matrix(x, 1, 60), .rule = kLockstep}),
+            "quantize: x has 60 columns, must be a multiple of 16, the block");
+  EXPECT_EQ(message_of({.x = matrix(x, 1, 48), .rule = kLockstep, .out = out.view()}),
+            "quantize: out.codes is [1, 8], must be [1, 24]");
+  EXPECT_EQ(message_of({.x = matrix(x, 1, 48), .rule = Quantizer{}}),
+            "quantize: rule.element is not e2m1; only FP4 has codes here");
+}
+
+TEST(Quantize, R34_AWidthThatIsNoMultipleOfTheBlockIsRefused) {
+  for (const std::int64_t cols : {1, 60, 472}) {
+    std::vector<Bf16> x(static_cast<std::size_t>(cols));
+    EXPECT_NE(message_of({.x = matrix(x, 1, cols), .rule = kLockstep}).find("multiple of 16"),
+              std::string::npos);
+  }
+}
+
+TEST(Quantize, NoRowsAndNoColumnsAreNoWork) {
+  std::vector<Bf16> x;
+  Packed out(0, 32, 16);
+  quantize({.x = matrix(x, 0, 32), .rule = kLockstep, .out = out.view()});
+  Packed narrow(2, 0, 16);
+  narrow.codes.reserve(1);
+  narrow.scales.reserve(1);
+  x.reserve(1);
+  quantize({.x = matrix(x, 2, 0), .rule = kLockstep, .out = narrow.view()});
+  EXPECT_EQ(narrow.global, std::vector<float>(2, 1.0f));
 }
 
 }  // namespace
