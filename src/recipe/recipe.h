@@ -39,11 +39,10 @@ struct Recipe {
   Evaluation evaluation;
 };
 
-/// What `lockstep sft` does: a model from nothing, or a given one, taught by worked solutions.
+/// What `lockstep sft` does: a model is taught by worked solutions.
 struct SftRecipe {
-  std::string model{};      // to go on from; empty: a new one of `shape`
-  std::string tokenizer{};  // a folder with a tokenizer.json; empty: the task's own characters
-  ModelConfig shape;
+  std::string model = "models/tiny-moe";  // a Hugging Face directory, with or without weights
+  bool fresh = false;                     // draw new ones
   float init_std = 0.02f;
   TaskSpec task;
   train::Options trainer;

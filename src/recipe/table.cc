@@ -139,6 +139,15 @@ class Put {
     for (const std::string& value : *values) bits |= 1u << index(target.names, value);
     *target.bits = static_cast<std::uint8_t>(bits);
   }
+  void operator()(const Interval& target) const {
+    const auto* values = std::get_if<std::vector<std::int64_t>>(&entry_.value);
+    if (values == nullptr || values->size() != 2 || (*values)[0] > (*values)[1] ||
+        !in_range(static_cast<double>((*values)[0])) ||
+        !in_range(static_cast<double>((*values)[1]))) {
+      refuse("[from, to], whole numbers" + range_of(key_));
+    }
+    *target.value = {(*values)[0], (*values)[1]};
+  }
   void operator()(const Bytes& target) const {
     const std::string wanted = "bytes, as 4096 or \"256 MiB\"," + range_of(key_);
     const auto* text = std::get_if<std::string>(&entry_.value);
@@ -202,6 +211,9 @@ std::string print(const Target& target) {
               if ((*f.bits >> i & 1) != 0) set.push_back(f.names[i]);
             }
             return list(set, quoted);
+          },
+          [](const Interval& i) {
+            return cat({"[", (*i.value)[0], ", ", (*i.value)[1], "]"});
           },
           [](const Bytes& b) {
             const std::int64_t mib = *b.value >> 20;

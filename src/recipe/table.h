@@ -2,6 +2,7 @@
 /// range, with what default, and why. Reading, complaints and the resolved copy all follow it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -43,8 +44,14 @@ struct Bytes {
   std::int64_t* value;
 };
 
-using Target = std::variant<bool*, std::int32_t*, std::int64_t*, std::uint64_t*, float*, double*,
-                            std::string*, std::vector<std::int8_t>*, Choice, Flags, Bytes>;
+/// Two numbers, the first not above the second.
+struct Interval {
+  std::array<std::int64_t, 2>* value;
+};
+
+using Target =
+    std::variant<bool*, std::int32_t*, std::int64_t*, std::uint64_t*, float*, double*, std::string*,
+                 std::vector<std::int8_t>*, Choice, Flags, Bytes, Interval>;
 
 /// A key, and where its value goes. What the target holds before reading is the default.
 struct Key {

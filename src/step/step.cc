@@ -1,74 +1,51 @@
 #include "step/step.h"
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/text.h"
 #include "base/timer.h"
+#include "rl/diagnostics.h"
 #include "rl/objective.h"
+#include "step/parts.h"
 #include "sync/refit.h"
 
 namespace lockstep::step {
 namespace {
 
-/// This rank's prompts. All samples of a prompt stay on one rank: they share its records there,
-/// and their advantages need no other rank.
-std::vector<data::Prompt> my_prompts(const Loop& loop, std::int64_t step) {
-  std::vector<data::Prompt> mine;
-  for (data::Prompt& prompt : loop.task.prompts(step, loop.schedule.prompts_per_step)) {
-    if (prompt.id.value % loop.comm.size() == loop.comm.rank()) mine.push_back(std::move(prompt));
-  }
-  return mine;
-}
-
-std::vector<rollout::Request> requests(const Loop& loop, std::span<const data::Prompt> prompts) {
-  std::vector<rollout::Request> requests;
-  for (const data::Prompt& prompt : prompts) {
-    requests.push_back({.prefix = {.prompt = prompt.id,
-                                   .tokens = prompt.tokens,
-                                   .sampling = loop.schedule.sampling},
-                        .num_samples = loop.schedule.samples_per_prompt,
-                        .seed = loop.schedule.seed});
-  }
-  return requests;
-}
-
-std::vector<float> score(const Loop& loop, std::span<const data::Prompt> prompts,
-                         std::span<const Trajectory> trajectories) {
-  std::vector<float> rewards;
-  for (std::size_t i = 0; i < trajectories.size(); ++i) {
-    const data::Prompt& prompt = prompts[i / loop.schedule.group_size()];
-    const std::span tokens(trajectories[i].tokens);
-    rewards.push_back(loop.task.reward(prompt, tokens.subspan(prompt.tokens.size())));
-  }
-  return rewards;
-}
-
-PerToken rollout_logp(std::span<const Trajectory> trajectories) {
-  PerToken logp;
-  for (const Trajectory& trajectory : trajectories) logp.push_back(trajectory.rollout_logp);
-  return logp;
-}
-
-/// All updates on a batch. Each pass finds the records that the rollout left.
-Metrics update(Loop& loop, const rl::Batch& batch) {
+/// All updates on a batch. Each pass finds the records that the rollout left. `seen` gets what the
+/// trainer's log-probs were before the first update, where nobody has computed them yet.
+Metrics update(Loop& loop, const rl::Batch& batch, PerToken& seen) {
   Metrics metrics;
   const auto updates = static_cast<std::size_t>(loop.schedule.updates_per_step);
   for (std::size_t u = 0; u < updates; ++u) {
     const rl::Batch part = batch.part(u, updates);
-    const rl::Objective objective(loop.arm.rl, part, loop.comm);
-    const double loss = loop.trainer.accumulate(part.trajectories, &loop.store, objective);
+    rl::Objective objective(loop.arm.rl, part, loop.comm);
+    const std::vector<std::size_t>& live = objective.live();
+    std::vector<Trajectory> moved;
+    for (const std::size_t i : live) moved.push_back(part.trajectories[i]);
+    const auto loss = [&](std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
+      if (seen[live[i]].empty()) seen[live[i]].assign(logp.begin(), logp.end());
+      return objective(live[i], logp, dlogp);
+    };
+    const double total = loop.trainer.accumulate(moved, &loop.store, loss);
+    if (!std::isfinite(total)) {
+      throw Error(
+          "the loss is not a number; lower trainer.lr, or look at the gap in metrics.jsonl");
+    }
     metrics = loop.trainer.update();
-    metrics["actor/pg_loss"] = loss;
+    check_coverage(loop, metrics);
+    metrics.merge(objective.metrics(loop.comm));
   }
   return metrics;
 }
 
-/// Gives the rollout the trainer's weights, quantized; with the old weights go their records.
-Metrics sync_weights(Loop& loop, WeightVersion version) {
-  Metrics metrics =
-      sync::refit(loop.trainer.weights(), loop.engine.weights(), loop.arm.contract, version);
-  loop.store.retire(version);
-  return metrics;
+/// Gives the rollout the trainer's weights, quantized.
+Metrics sync_weights(Loop& loop, std::int64_t version) {
+  return sync::refit(loop.trainer.weights(), loop.engine.weights(), loop.arm.contract,
+                     WeightVersion{version});
 }
 
 Metrics one_step(Loop& loop, std::int64_t step) {
@@ -78,12 +55,17 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   const std::vector<data::Prompt> prompts = my_prompts(loop, step);
   const std::vector<Trajectory> trajectories =
       rollout::generate(loop.engine, requests(loop, prompts));
+  Metrics metrics = loop.engine.metrics();
+  metrics["timing_s/gen"] = timer.lap();
   const std::vector<float> rewards = score(loop, prompts, trajectories);
-  Metrics metrics = {{"timing_s/gen", timer.lap()}};
+  const std::vector<std::uint8_t> moves = movable(loop, rewards);
+  release(loop, trajectories, moves);
+  const std::vector<std::uint8_t> tainted = taints(loop, trajectories, moves, metrics);
+  metrics["timing_s/reward"] = timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none
-  const PerToken old_logp = loop.arm.rl.bypass ? rollout_logp(trajectories)
-                                               : loop.trainer.logprobs(trajectories, &loop.store);
+  PerToken old_logp =
+      loop.arm.rl.bypass ? rollout_logp(trajectories) : guided_logp(loop, trajectories, moves);
   PerToken reference_logp;
   if (loop.reference) reference_logp = loop.reference->logprobs(trajectories, nullptr);
   metrics["timing_s/old_log_prob"] = timer.lap();
@@ -93,15 +75,23 @@ Metrics one_step(Loop& loop, std::int64_t step) {
                            .rewards = rewards,
                            .old_logp = old_logp,
                            .reference_logp = reference_logp,
-                           .group_size = loop.schedule.group_size()};
-  metrics.merge(rl::diagnostics(loop.arm.rl, batch, loop.comm));
-  metrics.merge(update(loop, batch));
-  metrics.merge(loop.store.metrics());
+                           .group_size = loop.schedule.group_size(),
+                           .tainted = tainted};
+  PerToken train_logp = loop.arm.rl.bypass ? PerToken(trajectories.size()) : old_logp;
+  metrics.merge(update(loop, batch, train_logp));
+  metrics.merge(rl::diagnostics(loop.arm.rl, batch, train_logp, loop.comm));
   metrics["timing_s/update_actor"] = timer.lap();
 
-  // -> sync -> rollout
-  metrics.merge(sync_weights(loop, WeightVersion{step + 1}));
+  // -> sync -> rollout; with the old weights go their records
+  metrics.merge(sync_weights(loop, step + 1));
   metrics["timing_s/update_weights"] = timer.lap();
+  if (loop.schedule.rescore_every > 0 && (step + 1) % loop.schedule.rescore_every == 0) {
+    metrics.merge(rescore(loop, audited_groups(loop, trajectories, moves)));
+    metrics["timing_s/rescore"] = timer.lap();
+  }
+  metrics.merge(loop.store.metrics());
+  loop.store.retire(WeightVersion{step + 1});
+  put_totals(trajectories, metrics);
   return metrics;
 }
 
@@ -111,14 +101,22 @@ void run(Loop loop) {
   // Prompts, seeds and noise follow from the step's number, and records live for one step: the
   // state of a run is the trainer's.
   const std::int64_t first = loop.run_dir.resume();
-  if (first > 0) loop.trainer.load(loop.run_dir.checkpoint(first));
-  sync_weights(loop, WeightVersion{first});
+  if (first > 0) loop.trainer.load(loop.run_dir.checkpoint(first) / "training_state");
+  sync_weights(loop, first);
+  forget_records(loop.store);
 
   for (std::int64_t step = first; step < loop.schedule.steps; ++step) {
-    loop.run_dir.append(step, one_step(loop, step));
+    Metrics metrics = one_step(loop, step);
     const std::int64_t done = step + 1;
+    if (loop.evaluate) metrics.merge(loop.evaluate(done));
+    loop.run_dir.append(done, metrics);
+    if (loop.report) loop.report(done, metrics);
     if (done % loop.schedule.save_every == 0 || done == loop.schedule.steps) {
-      loop.run_dir.save(done, [&](const auto& folder) { loop.trainer.save(folder); });
+      loop.run_dir.save(done, loop.schedule.keep_checkpoints, [&](const auto& folder) {
+        if (loop.export_model) loop.export_model(folder);
+        std::filesystem::create_directories(folder / "training_state");
+        loop.trainer.save(folder / "training_state");
+      });
     }
   }
 }

@@ -1,0 +1,116 @@
+#include "cli/session.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+
+#include "base/text.h"
+#include "base/timer.h"
+#include "cli/verbs.h"
+#include "data/arith.h"
+#include "model/config_json.h"
+#include "sync/refit.h"
+
+namespace lockstep::cli {
+
+Policy open_policy(const std::string& path, bool with_weights) {
+  const std::filesystem::path folder = recipe::find(path, "model");
+  const ModelConfig config = value_or_throw(read_config(folder));
+  Policy policy = {.folder = folder,
+                   .config = config,
+                   .tokenizer = value_or_throw(data::Tokenizer::load(folder)),
+                   .weights = nullptr};
+  data::check_vocabulary(policy.tokenizer, config);
+  if (with_weights) policy.weights = std::make_unique<CheckpointSource>(folder);
+  return policy;
+}
+
+void load(const WeightSource& from, WeightSink& to) {
+  to.begin(WeightVersion{0}, contracts::bf16().id());
+  from.each([&](const Weight& weight) { to.put(weight); });
+  to.commit();
+}
+
+std::unique_ptr<data::Task> make_task(const recipe::TaskSpec& spec,
+                                      const data::Tokenizer& tokenizer) {
+  if (spec.name == "jsonl") throw Usage("task.name is jsonl");
+  return std::make_unique<data::Arith>(spec.arith, tokenizer);
+}
+
+recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {
+  try {
+    if (file.empty()) return recipe::parse_recipe("", "defaults", assignments);
+    return recipe::read_recipe(recipe::find(file, "the recipe"), assignments);
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
+}
+
+Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
+  try {
+    Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
+    recipe::check(recipe, arm, policy.config);
+    if (arm.contract.k.element == Element::kBf16 || !recipe.arm.kv_exponents.empty()) return arm;
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
+  constexpr std::int32_t kCalibrationPrompts = 32;
+  std::vector<std::vector<Token>> batch;
+  for (const data::Prompt& prompt : task.evaluation(kCalibrationPrompts)) {
+    std::vector<Token> tokens = policy.tokenizer.encode(prompt.text + prompt.solution);
+    tokens.resize(std::min(tokens.size(), static_cast<std::size_t>(policy.config.max_positions)));
+    batch.push_back(std::move(tokens));
+  }
+  recipe.arm.kv_exponents = rollout::calibrate_kv(policy.config, *policy.weights, batch);
+  return bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
+}
+
+std::filesystem::path run_folder(const std::string& name) {
+  if (name.find('/') != std::string::npos) return name;
+  const char* home = std::getenv("LOCKSTEP_HOME");
+  return std::filesystem::path(home == nullptr ? "." : home) / "runs" / name;
+}
+
+std::string stem(const std::string& recipe_file) {
+  return std::filesystem::path(recipe_file).stem().string();
+}
+
+PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const data::Task& task,
+                  const recipe::Evaluation& evaluation, const rollout::Options& options,
+                  std::int32_t max_new_tokens) {
+  const std::unique_ptr<Comm> comm = Comm::single();
+  Agreement unguided = agreement;
+  unguided.guide = Guide{};
+  rollout::Engine engine(unguided, options, Device{}, nullptr, *comm);
+  sync::refit(weights, engine.weights(), agreement.contract, WeightVersion{0});
+
+  const std::vector<data::Prompt> prompts = task.evaluation(evaluation.prompts);
+  std::vector<rollout::Request> requests;
+  for (const data::Prompt& prompt : prompts) {
+    // Numbered anew: an engine's span ids have no room for the task's own numbers.
+    requests.push_back({.prefix = {.prompt = PromptId{std::ssize(requests)},
+                                   .tokens = prompt.tokens,
+                                   .sampling = {.temperature = evaluation.temperature,
+                                                .top_p = evaluation.top_p,
+                                                .top_k = evaluation.top_k,
+                                                .max_new_tokens = max_new_tokens}},
+                        .seed = agreement.seed});
+  }
+  Timer timer;
+  const std::vector<Trajectory> answers = rollout::generate(engine, std::move(requests));
+  const double took = std::max(timer.lap(), 1e-9);
+  PassRate rate;
+  double tokens = 0;
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    const std::span response = std::span(answers[i].tokens).subspan(prompts[i].tokens.size());
+    rate.mean += static_cast<double>(task.reward(prompts[i], response));
+    tokens += static_cast<double>(response.size());
+  }
+  const double n = std::max(1.0, static_cast<double>(answers.size()));
+  rate.mean /= n;
+  rate.response_length = tokens / n;
+  rate.tokens_per_s = tokens / took;
+  return rate;
+}
+
+}  // namespace lockstep::cli

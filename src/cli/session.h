@@ -1,0 +1,56 @@
+/// What verbs that run a model start from.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "data/task.h"
+#include "data/tokenizer.h"
+#include "model/checkpoint.h"
+#include "recipe/preflight.h"
+#include "recipe/recipe.h"
+#include "rollout/engine.h"
+
+namespace lockstep::cli {
+
+/// A checkpoint, opened: every tensor's name, shape and dtype is checked.
+struct Policy {
+  std::filesystem::path folder;
+  ModelConfig config;
+  data::Tokenizer tokenizer;
+  std::unique_ptr<CheckpointSource> weights;  // nullptr where it was not asked for
+};
+Policy open_policy(const std::string& path, bool with_weights = true);
+
+/// Every weight as it is, from a checkpoint into a trainer's masters.
+void load(const WeightSource& from, WeightSink& to);
+
+std::unique_ptr<data::Task> make_task(const recipe::TaskSpec& spec,
+                                      const data::Tokenizer& tokenizer);
+
+/// The recipe of a file, or all defaults where it is empty. What it says wrong is Usage.
+recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments);
+
+/// The arm, its cache's exponents calibrated on the first worked problems of evaluation where the
+/// recipe gives none; those then stand in the recipe.
+Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task);
+
+/// A name below runs/ of the checkout, or a path where it has a slash.
+std::filesystem::path run_folder(const std::string& name);
+
+/// The stem of a recipe's file, after which its run is called.
+std::string stem(const std::string& recipe_file);
+
+struct PassRate {
+  double mean = 0;
+  double tokens_per_s = 0;
+  double response_length = 0;
+};
+
+/// Judges weights on the task's evaluation prompts, under the contract's numbers.
+PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const data::Task& task,
+                  const recipe::Evaluation& evaluation, const rollout::Options& options,
+                  std::int32_t max_new_tokens);
+
+}  // namespace lockstep::cli

@@ -1,0 +1,139 @@
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "base/text.h"
+#include "cli/log.h"
+#include "cli/random_weights.h"
+#include "cli/session.h"
+#include "cli/verbs.h"
+#include "model/json.h"
+#include "step/run_dir.h"
+#include "sync/refit.h"
+#include "train/trainer.h"
+
+namespace lockstep::cli {
+namespace {
+
+recipe::SftRecipe read(const SftArgs& args) {
+  try {
+    return recipe::read_sft_recipe(recipe::find(args.recipe, "the recipe"), args.assignments);
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
+}
+
+/// A worked solution with the stop token behind it, as a trajectory whose response it is.
+Trajectory example(const data::Prompt& prompt, const Policy& policy) {
+  if (prompt.solution.empty()) {
+    throw Usage(cat({"prompt ", prompt.id.value,
+                     " has no worked solution to learn from; task.name "
+                     "= \"arith\" has"}));
+  }
+  Trajectory t = {.prompt = prompt.id, .tokens = prompt.tokens};
+  for (const Token token : policy.tokenizer.encode(prompt.solution)) t.tokens.push_back(token);
+  if (!policy.config.stop_tokens.empty()) t.tokens.push_back(policy.config.stop_tokens.front());
+  if (std::cmp_greater(t.tokens.size(), policy.config.max_positions)) {
+    throw Error(cat({"the solution of prompt ", prompt.id.value, " has ", t.tokens.size(),
+                     " tokens, the model reads at most ", policy.config.max_positions}));
+  }
+  t.response_mask.assign(t.tokens.size(), 1);
+  std::fill_n(t.response_mask.begin(), prompt.tokens.size(), std::uint8_t{0});
+  t.rollout_logp.assign(t.tokens.size(), 0.0f);
+  return t;
+}
+
+/// One update on the mean negative log-prob of the solutions' tokens; that loss.
+double update(train::Trainer& trainer, const std::vector<Trajectory>& batch, Metrics& metrics) {
+  std::int64_t tokens = 0;
+  for (const Trajectory& t : batch) {
+    tokens += std::count(t.response_mask.begin(), t.response_mask.end(), 1);
+  }
+  const double share = 1.0 / static_cast<double>(tokens);
+  const double loss = trainer.accumulate(
+      batch, nullptr, [&](std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
+        double sum = 0;
+        for (std::size_t p = 0; p < logp.size(); ++p) {
+          if (batch[i].response_mask[p] == 0) continue;
+          sum -= share * static_cast<double>(logp[p]);
+          dlogp[p] = static_cast<float>(-share);
+        }
+        return sum;
+      });
+  metrics = trainer.update();
+  metrics["train/loss"] = loss;
+  metrics["train/tokens"] = static_cast<double>(tokens);
+  return loss;
+}
+
+/// All updates; one line a step goes to `curve`. Returns the loss of the last steps.
+double teach(const recipe::SftRecipe& r, const Policy& policy, const data::Task& task,
+             train::Trainer& trainer, std::ostream& curve) {
+  Progress progress("sft", r.steps);
+  double smooth = 0, began = seconds();
+  for (std::int64_t step = 0; step < r.steps; ++step) {
+    std::vector<Trajectory> batch;
+    for (const data::Prompt& prompt : task.prompts(step, r.batch)) {
+      batch.push_back(example(prompt, policy));
+    }
+    Metrics metrics;
+    const double loss = update(trainer, batch, metrics);
+    if (!std::isfinite(loss)) {
+      throw Error(cat({"the loss of step ", step + 1, " is no number; lower trainer.lr, which is ",
+                       r.trainer.lr}));
+    }
+    smooth = step == 0 ? loss : 0.95 * smooth + 0.05 * loss;
+    const double now = seconds();
+    metrics["timing_s/step"] = now - began;
+    began = now;
+    curve << step::metrics_line(step + 1, metrics) << std::flush;
+    progress.at(step + 1, cat({"loss ", std::round(smooth * 1e4) / 1e4}));
+    if ((step + 1) % 50 == 0 || step + 1 == r.steps) {
+      info(cat({"step ", step + 1, "/", r.steps, "  loss ", std::round(smooth * 1e4) / 1e4, "  ",
+                std::round(metrics["train/tokens"] / metrics["timing_s/step"]), " tokens/s"}));
+    }
+  }
+  return smooth;
+}
+
+}  // namespace
+
+int sft(const SftArgs& args) {
+  const recipe::SftRecipe r = read(args);
+  const double began = seconds();
+  const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
+  const Policy policy = open_policy(r.model, !r.fresh);
+  const std::unique_ptr<data::Task> task = make_task(r.task, policy.tokenizer);
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const Agreement agreement = {
+      .model = policy.config, .contract = contracts::bf16(), .guide = {}, .seed = r.seed};
+
+  train::Trainer trainer(agreement, {}, r.trainer, Device{}, *comm);
+  const RandomWeights fresh(policy.config, r.init_std, r.seed);
+  const WeightSource& start = r.fresh ? static_cast<const WeightSource&>(fresh) : *policy.weights;
+  load(start, trainer.initial_weights());
+
+  // The curve grows as training goes on, beside the folder that appears whole when it has ended.
+  std::filesystem::create_directories(out.parent_path());
+  const std::filesystem::path curve_path = out.string() + ".loss.jsonl";
+  std::ofstream curve(curve_path);
+  if (!curve) throw Error(cat({"cannot write ", curve_path.string()}));
+  const double loss = teach(r, policy, *task, trainer, curve);
+  curve.close();
+
+  CheckpointWriter writer(out, policy.config, {.companion = policy.folder});
+  sync::refit(trainer.weights(), writer, agreement.contract, WeightVersion{r.steps});
+  write_text(out / "sft.toml", recipe::resolved(r));
+  std::filesystem::rename(curve_path, out / "loss.jsonl");
+  info(cat({"wrote ", out.string(), ": loss ", std::round(loss * 1e4) / 1e4, " after ",
+            std::round(seconds() - began), " s"}));
+  if (r.eval_prompts > 0) {
+    const PassRate rate = evaluate(agreement, trainer.weights(), *task, {.prompts = r.eval_prompts},
+                                   {}, r.max_new_tokens);
+    info(cat({"pass rate ", std::round(rate.mean * 1e3) / 1e3, " on ", r.eval_prompts,
+              " problems never trained on, ", std::round(rate.tokens_per_s), " tokens/s"}));
+  }
+  return 0;
+}
+
+}  // namespace lockstep::cli

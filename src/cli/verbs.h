@@ -1,0 +1,70 @@
+/// The verbs of `lockstep`, each a function of what the command line said. Each returns the exit
+/// status or throws Error: Usage for what the caller wrote, another for what went wrong.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace lockstep::cli {
+
+/// The command line or a recipe is at fault: exit status 2. Else it is 1.
+class Usage : public Error {
+ public:
+  using Error::Error;
+};
+
+struct DemoArgs {
+  std::string recipe;             // recipes/demo.toml
+  std::vector<std::string> arms;  // those of the demo
+  std::vector<std::string> assignments;
+  std::string run = "demo";
+};
+int demo(const DemoArgs& args);
+
+int doctor();
+
+struct SftArgs {
+  std::string recipe;
+  std::vector<std::string> assignments;
+  std::string out;  // empty: runs/<the recipe's name>
+};
+int sft(const SftArgs& args);
+
+struct TrainArgs {
+  std::string recipe;
+  std::vector<std::string> assignments;
+  std::string run;  // a name below runs/ or a path; empty: the recipe's name
+};
+int train(const TrainArgs& args);
+
+struct RolloutArgs {
+  std::string recipe;  // empty: the defaults
+  std::vector<std::string> assignments;
+  std::string model;        // over the recipe's
+  std::string prompt;       // text; empty: the task's prompts
+  std::string score;        // a JSONL file of sequences
+  bool by_trainer = false;  // scored by the trainer
+  std::string out;          // empty: stdout
+  std::int32_t prompts = 4;
+  std::int32_t samples = 1;
+};
+int rollout(const RolloutArgs& args);
+
+struct EvalArgs {
+  std::string recipe;
+  std::vector<std::string> assignments;
+  std::string model;
+  std::int32_t prompts = 256;
+};
+int eval(const EvalArgs& args);
+
+struct InspectArgs {
+  std::string path;  // a checkpoint, a run directory, a folder of segments, or a segment
+  std::string span;  // its id: what is recorded of it
+};
+int inspect(const InspectArgs& args);
+
+}  // namespace lockstep::cli

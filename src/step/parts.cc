@@ -1,0 +1,196 @@
+#include "step/parts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace lockstep::step {
+namespace {
+
+/// Mean |a - b| over the tokens that the policy chose.
+double mean_abs_diff(std::span<const Trajectory> trajectories, const PerToken& a,
+                     const PerToken& b) {
+  double sum = 0, tokens = 0;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    for (std::size_t t = 0; t < trajectories[i].tokens.size(); ++t) {
+      if (trajectories[i].response_mask[t] == 0) continue;
+      sum += std::abs(static_cast<double>(a[i][t]) - static_cast<double>(b[i][t]));
+      tokens += 1;
+    }
+  }
+  return tokens > 0 ? sum / tokens : 0;
+}
+
+/// Are all K and V records there that the trainer would follow?
+bool cache_is_whole(const Loop& loop, const Trajectory& trajectory) {
+  const Agreement agreement = {loop.model, loop.arm.contract, loop.arm.guide, loop.schedule.seed};
+  const std::vector<TokenKey> tokens = keys(trajectory);
+  std::vector<std::uint8_t> present(tokens.size());
+  std::vector<std::byte> bytes;
+  for (std::int32_t layer = 0; layer < loop.model.num_layers; ++layer) {
+    for (const Site site : {Site::kK, Site::kV}) {
+      const Place place = {Layer{layer}, site};
+      const Encoding encoding = agreement.encoding(place);
+      if (encoding == Encoding::kNone) continue;
+      const RowLayout layout = agreement.layout(place, encoding);
+      bytes.resize(tokens.size() * static_cast<std::size_t>(layout.bytes()));
+      const std::size_t count =
+          loop.store.read(tokens, loop.arm.contract.id(), {place, layout, bytes}, present);
+      if (count < tokens.size()) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void forget_records(store::Store& store) {
+  std::vector<SpanId> spans;
+  for (const Span& span : store.spans()) spans.push_back(span.id);
+  store.release(spans);
+}
+
+std::vector<data::Prompt> my_prompts(const Loop& loop, std::int64_t step) {
+  const std::int32_t room = loop.model.max_positions - loop.schedule.sampling.max_new_tokens;
+  std::vector<data::Prompt> mine;
+  for (data::Prompt& prompt : loop.task.prompts(step, loop.schedule.prompts_per_step)) {
+    if (static_cast<std::int64_t>(prompt.tokens.size()) > room) {
+      throw Error(cat({"prompt ", prompt.id.value, " has ", prompt.tokens.size(), " tokens; with ",
+                       loop.schedule.sampling.max_new_tokens, " new ones the model takes at most ",
+                       room, ": shorten it, or lower rollout.max_new_tokens"}));
+    }
+    if (prompt.id.value % loop.comm.size() == loop.comm.rank()) mine.push_back(std::move(prompt));
+  }
+  return mine;
+}
+
+std::vector<rollout::Request> requests(const Loop& loop, std::span<const data::Prompt> prompts) {
+  std::vector<rollout::Request> requests;
+  for (const data::Prompt& prompt : prompts) {
+    requests.push_back({.prefix = {.prompt = prompt.id,
+                                   .tokens = prompt.tokens,
+                                   .sampling = loop.schedule.sampling},
+                        .num_samples = loop.schedule.samples_per_prompt,
+                        .seed = loop.schedule.seed});
+  }
+  return requests;
+}
+
+std::vector<float> score(const Loop& loop, std::span<const data::Prompt> prompts,
+                         std::span<const Trajectory> trajectories) {
+  std::vector<float> rewards;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    const data::Prompt& prompt = prompts[i / loop.schedule.group_size()];
+    const std::span tokens(trajectories[i].tokens);
+    rewards.push_back(loop.task.reward(prompt, tokens.subspan(prompt.tokens.size())));
+  }
+  return rewards;
+}
+
+PerToken rollout_logp(std::span<const Trajectory> trajectories) {
+  PerToken logp;
+  for (const Trajectory& trajectory : trajectories) logp.push_back(trajectory.rollout_logp);
+  return logp;
+}
+
+PerToken guided_logp(const Loop& loop, std::span<const Trajectory> trajectories,
+                     std::span<const std::uint8_t> moves) {
+  std::vector<Trajectory> some;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0) some.push_back(trajectories[i]);
+  }
+  PerToken read = loop.trainer.logprobs(some, &loop.store);
+  PerToken logp(trajectories.size());
+  for (std::size_t i = 0, next = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0) logp[i] = std::move(read[next++]);
+  }
+  return logp;
+}
+
+std::vector<std::uint8_t> movable(const Loop& loop, std::span<const float> rewards) {
+  std::vector<std::uint8_t> moves(rewards.size(), 1);
+  if (loop.arm.rl.kl_weight > 0) return moves;
+  const std::vector<std::uint8_t> flat = rl::flat_groups(rewards, loop.schedule.group_size());
+  for (std::size_t i = 0; i < moves.size(); ++i) {
+    if (flat[i / loop.schedule.group_size()] != 0) moves[i] = 0;
+  }
+  return moves;
+}
+
+void release(const Loop& loop, std::span<const Trajectory> trajectories,
+             std::span<const std::uint8_t> moves) {
+  std::vector<SpanId> spans;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0) continue;
+    for (const Span& span : trajectories[i].path) spans.push_back(span.id);
+  }
+  std::sort(spans.begin(), spans.end());
+  spans.erase(std::unique(spans.begin(), spans.end()), spans.end());
+  loop.store.release(spans);
+}
+
+std::vector<std::uint8_t> taints(const Loop& loop, std::span<const Trajectory> trajectories,
+                                 std::span<const std::uint8_t> moves, Metrics& metrics) {
+  std::vector<std::uint8_t> tainted(trajectories.size());
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0 && !cache_is_whole(loop, trajectories[i])) tainted[i] = 1;
+  }
+  metrics["fp4/guide/tainted_samples"] =
+      static_cast<double>(std::count(tainted.begin(), tainted.end(), 1));
+  return tainted;
+}
+
+void check_coverage(const Loop& loop, const Metrics& metrics) {
+  const auto covered = metrics.find("fp4/guide/covered_frac");
+  if (covered == metrics.end() || covered->second >= loop.schedule.min_coverage) return;
+  std::string why;
+  for (const std::string& line : loop.store.dropped()) why = "; the store says: " + line;
+  throw Error(cat({"records cover ", covered->second, " of the guided rows, guide.min_coverage is ",
+                   loop.schedule.min_coverage, why,
+                   "; raise store.ram or store.disk, or look at "
+                   "fp4/trace/* in metrics.jsonl"}));
+}
+
+std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
+                                       std::span<const std::uint8_t> moves) {
+  const std::size_t most =
+      static_cast<std::size_t>(loop.schedule.rescore_groups) * loop.schedule.group_size();
+  std::vector<Trajectory> some;
+  for (std::size_t i = 0; i < trajectories.size() && some.size() < most; ++i) {
+    if (moves[i] != 0) some.push_back(trajectories[i]);
+  }
+  return some;
+}
+
+void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics) {
+  double seconds = 0, tokens = 0, chosen = 0;
+  for (const auto& [name, value] : metrics) {
+    if (name.starts_with("timing_s/")) seconds += value;
+  }
+  for (const Trajectory& t : trajectories) {
+    tokens += static_cast<double>(t.tokens.size());
+    chosen += static_cast<double>(std::count(t.response_mask.begin(), t.response_mask.end(), 1));
+  }
+  const double gen = std::max(metrics["timing_s/gen"], 1e-9);
+  metrics["timing_s/step"] = seconds;
+  metrics["perf/time_per_step"] = seconds;
+  metrics["perf/total_num_tokens"] = tokens;
+  metrics["perf/throughput"] = tokens / std::max(seconds, 1e-9);
+  metrics["perf/rollout_tokens_per_s"] = chosen / gen;
+}
+
+Metrics rescore(const Loop& loop, std::span<const Trajectory> trajectories) {
+  const std::vector<Trajectory> truth = loop.engine.rescore(trajectories);
+  const PerToken engine = rollout_logp(truth);
+  const PerToken guided = loop.trainer.logprobs(trajectories, &loop.store);
+  const PerToken unguided = loop.trainer.logprobs(trajectories, nullptr);
+  return {{"fp4/rescore/guided_abs_diff", mean_abs_diff(trajectories, guided, engine)},
+          {"fp4/rescore/unguided_abs_diff", mean_abs_diff(trajectories, unguided, engine)},
+          {"fp4/rescore/moved_abs_diff",
+           mean_abs_diff(trajectories, rollout_logp(trajectories), engine)}};
+}
+
+}  // namespace lockstep::step

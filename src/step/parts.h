@@ -1,0 +1,58 @@
+/// The smaller parts of a step; step.cc shows how they follow each other.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "rl/batch.h"
+#include "step/step.h"
+
+namespace lockstep::step {
+
+/// Gives up what an interrupted run left: its steps begin anew.
+void forget_records(store::Store& store);
+
+/// This rank's prompts. All samples of a prompt stay on one rank: they share its records there,
+/// and their advantages need no other rank. Throws Error where one does not fit the model.
+std::vector<data::Prompt> my_prompts(const Loop& loop, std::int64_t step);
+
+std::vector<rollout::Request> requests(const Loop& loop, std::span<const data::Prompt> prompts);
+
+std::vector<float> score(const Loop& loop, std::span<const data::Prompt> prompts,
+                         std::span<const Trajectory> trajectories);
+
+PerToken rollout_logp(std::span<const Trajectory> trajectories);
+
+/// The trainer's log-probs, guided, of the trajectories that the loss can move; the others' rows
+/// are empty.
+PerToken guided_logp(const Loop& loop, std::span<const Trajectory> trajectories,
+                     std::span<const std::uint8_t> moves);
+
+/// [trajectories] 1 where the loss can move: its group has an advantage, or there is a KL term.
+std::vector<std::uint8_t> movable(const Loop& loop, std::span<const float> rewards);
+
+/// Gives up the records of what cannot move, before they reach the disk.
+void release(const Loop& loop, std::span<const Trajectory> trajectories,
+             std::span<const std::uint8_t> moves);
+
+/// [trajectories] 1 where a K or V record is lost: every later token of the sample follows what the
+/// trainer no longer knows, so it is masked, and counted into `metrics`.
+std::vector<std::uint8_t> taints(const Loop& loop, std::span<const Trajectory> trajectories,
+                                 std::span<const std::uint8_t> moves, Metrics& metrics);
+
+/// Throws Error where guidance found less than the schedule's min_coverage.
+void check_coverage(const Loop& loop, const Metrics& metrics);
+
+/// The first prompts' samples, of those whose records are still there.
+std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
+                                       std::span<const std::uint8_t> moves);
+
+/// Sums over the step: seconds, tokens, tokens/s.
+void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics);
+
+/// Has the engine read some samples again with its new weights, and compares the trainer's
+/// log-probs with and without guidance: once weights move, guidance toward old codes could hide it.
+Metrics rescore(const Loop& loop, std::span<const Trajectory> trajectories);
+
+}  // namespace lockstep::step

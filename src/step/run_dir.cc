@@ -1,0 +1,219 @@
+#include "step/run_dir.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "recipe/table.h"
+#include "step/events.h"
+
+namespace lockstep::step {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void fail(const std::string& what, const fs::path& path) {
+  throw Error(cat({what, " ", path.string(), ": ", std::strerror(errno)}));
+}
+
+int open_or_fail(const fs::path& path, int flags) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
+  if (fd < 0) fail("cannot open", path);
+  return fd;
+}
+
+void sync_one(const fs::path& path) {
+  const int fd = open_or_fail(path, O_RDONLY);
+  const int failed = ::fsync(fd);
+  ::close(fd);
+  if (failed != 0) fail("cannot bring to the disk", path);
+}
+
+std::string read_all(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void write_all(int fd, std::string_view text, const fs::path& path) {
+  while (!text.empty()) {
+    const ssize_t n = ::write(fd, text.data(), text.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("cannot write", path);
+    text.remove_prefix(static_cast<std::size_t>(n));
+  }
+}
+
+/// N of "step_N", else -1.
+std::int64_t step_of(const std::string& name) {
+  constexpr std::string_view kPrefix = "step_";
+  if (!name.starts_with(kPrefix)) return -1;
+  std::int64_t step = -1;
+  const char* end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  return error == std::errc() && stop == end ? step : -1;
+}
+
+/// The steps that have checkpoints, ascending.
+std::vector<std::int64_t> saved_steps(const fs::path& folder) {
+  std::vector<std::int64_t> steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::int64_t step = step_of(entry.path().filename().string());
+    if (step > 0) steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+/// The length of the first `step` lines, of which line n must be step n's.
+std::size_t length_of(const std::string& lines, std::int64_t step, const fs::path& path) {
+  std::size_t at = 0;
+  for (std::int64_t n = 1; n <= step; ++n) {
+    const std::string head = cat({"{\"step\": ", n, ","});
+    const std::size_t end = lines.find('\n', at);
+    if (end == std::string::npos || lines.compare(at, head.size(), head) != 0) {
+      throw Error(cat({path.string(), " lacks step ", n, ", and the newest checkpoint is of step ",
+                       step, "; give the run another name, or mend the file"}));
+    }
+    at = end + 1;
+  }
+  return at;
+}
+
+}  // namespace
+
+RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(comm) {
+  if (comm_.rank() != 0) return;
+  std::error_code error;
+  fs::create_directories(folder_ / "checkpoints", error);
+  if (error) {
+    throw Error(cat({"cannot make the run directory ", folder_.string(), ": ", error.message()}));
+  }
+  lock_ = open_or_fail(folder_ / "lock", O_RDWR | O_CREAT);
+  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+    ::close(lock_);
+    throw Error(cat({"another process is at work in ", folder_.string(),
+                     "; wait for it, or give this run another name"}));
+  }
+}
+
+RunDir::~RunDir() {
+  if (metrics_ >= 0) ::close(metrics_);
+  if (lock_ >= 0) ::close(lock_);
+}
+
+std::string RunDir::recipe() const { return read_all(folder_ / "recipe.toml"); }
+
+void RunDir::begin(const std::string& resolved) {
+  if (comm_.rank() != 0) return;
+  const std::string before = recipe();
+  if (!before.empty()) {
+    std::string different = recipe::differences(before, resolved);
+    if (different.empty() && before == resolved) return;
+    if (different.empty()) different = "the contract's id";
+    std::replace(different.begin(), different.end(), '\n', ';');
+    throw Error(cat({folder_.string(), " began with another recipe (", different,
+                     " before / now); go on with that one, or give this run another name"}));
+  }
+  const fs::path part = folder_ / "recipe.toml.part";
+  const int fd = open_or_fail(part, O_WRONLY | O_CREAT | O_TRUNC);
+  write_all(fd, resolved, part);
+  ::close(fd);
+  sync_one(part);
+  fs::rename(part, folder_ / "recipe.toml");
+  sync_one(folder_);
+}
+
+std::int64_t RunDir::resume() {
+  const fs::path checkpoints = folder_ / "checkpoints";
+  if (comm_.rank() == 0) {
+    std::vector<fs::path> parts;
+    for (const auto& entry : fs::directory_iterator(checkpoints)) {
+      if (entry.path().extension() == ".part") parts.push_back(entry.path());
+    }
+    for (const fs::path& part : parts) fs::remove_all(part);
+  }
+  const std::vector<std::int64_t> steps = saved_steps(checkpoints);
+  const std::int64_t newest = steps.empty() ? 0 : steps.back();
+  if (comm_.rank() != 0) return newest;
+
+  const fs::path path = folder_ / "metrics.jsonl";
+  const std::size_t length = length_of(read_all(path), newest, path);
+  if (metrics_ >= 0) ::close(metrics_);
+  metrics_ = open_or_fail(path, O_WRONLY | O_CREAT | O_APPEND);
+  if (::ftruncate(metrics_, static_cast<off_t>(length)) != 0) fail("cannot cut", path);
+  events_ = std::make_unique<EventFile>(folder_, newest + 1);
+  return newest;
+}
+
+fs::path RunDir::checkpoint(std::int64_t step) const {
+  return folder_ / "checkpoints" / cat({"step_", step});
+}
+
+void RunDir::save(std::int64_t step, std::int64_t keep,
+                  const std::function<void(const fs::path&)>& write) {
+  // The lines that a checkpoint stands on are on the disk before it is.
+  if (metrics_ >= 0 && ::fsync(metrics_) != 0) {
+    fail("cannot bring to the disk", folder_ / "metrics.jsonl");
+  }
+  write_whole(checkpoint(step), write);
+  if (comm_.rank() != 0 || keep <= 0) return;
+  std::vector<std::int64_t> steps = saved_steps(folder_ / "checkpoints");
+  for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < steps.size(); ++i) {
+    const fs::path doomed = checkpoint(steps[i]).string() + ".part";  // never half a checkpoint
+    fs::rename(checkpoint(steps[i]), doomed);
+    fs::remove_all(doomed);
+  }
+}
+
+void RunDir::append(std::int64_t step, const Metrics& metrics) {
+  if (comm_.rank() != 0) return;
+  if (metrics_ < 0) throw Error("append before resume: the run directory is not open");
+  write_all(metrics_, metrics_line(step, metrics), folder_ / "metrics.jsonl");
+  events_->append(step, metrics);
+}
+
+std::string metrics_line(std::int64_t step, const Metrics& metrics) {
+  std::string line = cat({"{\"step\": ", step});
+  for (const auto& [name, value] : metrics) {
+    line += ", \"" + name + "\": " + (std::isfinite(value) ? cat({value}) : "null");
+  }
+  return line + "}\n";
+}
+
+void sync_to_disk(const fs::path& path) {
+  if (fs::is_directory(path)) {
+    for (const auto& entry : fs::directory_iterator(path)) sync_to_disk(entry.path());
+  }
+  sync_one(path);
+}
+
+void write_whole(const fs::path& folder, const std::function<void(const fs::path&)>& write) {
+  const fs::path part = folder.string() + ".part";
+  fs::remove_all(part);
+  fs::create_directories(part);
+  try {
+    write(part);
+    sync_to_disk(part);
+    fs::remove_all(folder);
+    fs::rename(part, folder);
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove_all(part, ignored);
+    throw;
+  }
+  sync_one(fs::absolute(folder).parent_path());
+}
+
+}  // namespace lockstep::step

@@ -1,0 +1,127 @@
+#include "step/watch.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+
+namespace lockstep::step {
+namespace {
+
+constexpr std::size_t kSpan = 5;  // steps that are averaged for a trend
+
+// Where the field's numbers lie: two BF16 engines of large models differ by about .01, gates of
+// neighbouring projects stand at .1.
+constexpr double kWatchGap = 0.03, kBadGap = 0.1;
+constexpr double kWatchGrowth = 2, kBadGrowth = 4;   // last steps against the first ones
+constexpr double kSmallGap = 0.005;                  // below it, growth is no news
+constexpr double kWatchLoss = 0.1, kBadLoss = 0.25;  // of reward, against its best stretch
+constexpr double kWatchCoverage = 0.99, kBadCoverage = 0.9;
+
+double value(const Metrics& metrics, const std::string& name, double otherwise) {
+  const auto found = metrics.find(name);
+  return found == metrics.end() ? otherwise : found->second;
+}
+
+std::string number(const char* format, double value) {
+  std::array<char, 48> text;
+  const int n = std::snprintf(text.data(), text.size(), format, value);
+  return {text.data(), static_cast<std::size_t>(std::clamp(n, 0, 47))};
+}
+
+double best_stretch(const std::vector<double>& values) {
+  double best = -INFINITY;
+  for (std::size_t end = kSpan; end <= values.size(); ++end) {
+    double sum = 0;
+    for (std::size_t i = end - kSpan; i < end; ++i) sum += values[i];
+    best = std::max(best, sum / static_cast<double>(kSpan));
+  }
+  return best;
+}
+
+void raise(Verdict& verdict, Verdict::Level level, const std::string& why) {
+  if (level > verdict.level) verdict = {level, ""};
+  if (level == verdict.level) verdict.why += (verdict.why.empty() ? "" : "; ") + why;
+}
+
+/// Bad or watch where `value` passes a bound.
+void weigh(Verdict& verdict, double value, double watch, double bad, const std::string& why) {
+  if (value >= bad) {
+    raise(verdict, Verdict::Level::kBad, why);
+  } else if (value >= watch) {
+    raise(verdict, Verdict::Level::kWatch, why);
+  }
+}
+
+}  // namespace
+
+Verdict Watch::judge(const Metrics& metrics) {
+  const double gap = value(metrics, "train/train_rollout_logprob_abs_diff", NAN);
+  const double reward = value(metrics, "critic/rewards/mean", NAN);
+  if (std::isfinite(gap)) gaps_.push_back(gap);
+  if (std::isfinite(reward)) rewards_.push_back(reward);
+
+  Verdict verdict;
+  if (std::isfinite(gap)) {
+    weigh(verdict, gap, kWatchGap, kBadGap, "trainer and rollout differ by " + number("%.3f", gap));
+  }
+  if (gaps_.size() >= 2 * kSpan && mean_of_last(gaps_, kSpan) > kSmallGap) {
+    const double growth = mean_of_last(gaps_, kSpan) / mean_of_first(gaps_, kSpan);
+    weigh(verdict, growth, kWatchGrowth, kBadGrowth, "the gap grew " + number("%.1fx", growth));
+  }
+  if (rewards_.size() >= 2 * kSpan) {
+    const double loss = best_stretch(rewards_) - mean_of_last(rewards_, kSpan);
+    weigh(verdict, loss, kWatchLoss, kBadLoss,
+          "the reward is " + number("%.2f", loss) + " below its best");
+  }
+  const double covered = value(metrics, "fp4/guide/covered_frac", 1);
+  weigh(verdict, 1 - covered, 1 - kWatchCoverage, 1 - kBadCoverage,
+        "records cover " + number("%.1f %%", 100 * covered));
+  const double norm = value(metrics, "actor/grad_norm", 0);
+  if (!std::isfinite(norm)) raise(verdict, Verdict::Level::kBad, "the gradient is not a number");
+  return verdict;
+}
+
+std::string Watch::line(std::int64_t step, std::int64_t steps, const Metrics& metrics) {
+  const Verdict verdict = judge(metrics);
+  const std::string gap = "train/train_rollout_logprob_abs_diff";
+  std::string out = "step " + std::to_string(step) + "/" + std::to_string(steps);
+  out += number("  reward %.3f", value(metrics, "critic/rewards/mean", NAN));
+  out += number("  gap %.4f", value(metrics, gap, NAN));
+  out += number(" p99 %.3f", value(metrics, gap + "/p99", NAN));
+  if (gaps_.size() >= 2) out += number(" x%.1f", gaps_.back() / std::max(gaps_.front(), 1e-12));
+  if (const double flips = value(metrics, "fp4/act/flip_frac", NAN); std::isfinite(flips)) {
+    out += number("  flips %.2f %%", 100 * flips);
+  }
+  if (const double covered = value(metrics, "fp4/guide/covered_frac", NAN);
+      std::isfinite(covered)) {
+    out += number("  covered %.1f %%", 100 * covered);
+  }
+  out += number("  %.0f tokens/s", value(metrics, "perf/throughput", 0));
+  return out + "  " + to_string(verdict);
+}
+
+std::string to_string(const Verdict& verdict) {
+  switch (verdict.level) {
+    case Verdict::Level::kOk: return "ok";
+    case Verdict::Level::kWatch: return "watch: " + verdict.why;
+    case Verdict::Level::kBad: return "bad: " + verdict.why;
+  }
+  return "";
+}
+
+double mean_of_first(const std::vector<double>& values, std::size_t count) {
+  count = std::min(count, values.size());
+  double sum = 0;
+  for (std::size_t i = 0; i < count; ++i) sum += values[i];
+  return count > 0 ? sum / static_cast<double>(count) : 0;
+}
+
+double mean_of_last(const std::vector<double>& values, std::size_t count) {
+  count = std::min(count, values.size());
+  double sum = 0;
+  for (std::size_t i = values.size() - count; i < values.size(); ++i) sum += values[i];
+  return count > 0 ? sum / static_cast<double>(count) : 0;
+}
+
+}  // namespace lockstep::step

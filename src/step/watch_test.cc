@@ -1,0 +1,52 @@
+#include "step/watch.h"
+
+#include <gtest/gtest.h>
+
+namespace lockstep::step {
+namespace {
+
+Metrics step_of(double reward, double gap, double covered = 1) {
+  return {{"critic/rewards/mean", reward},
+          {"train/train_rollout_logprob_abs_diff", gap},
+          {"fp4/guide/covered_frac", covered}};
+}
+
+/// The verdict after a run that goes from the first pair to the last in equal strides.
+Verdict after(double reward0, double reward1, double gap0, double gap1) {
+  Watch watch;
+  Verdict verdict;
+  for (int i = 0; i < 20; ++i) {
+    const double at = i / 19.0;
+    verdict = watch.judge(step_of(reward0 + (reward1 - reward0) * at, gap0 + (gap1 - gap0) * at));
+  }
+  return verdict;
+}
+
+TEST(Watch, LevelAndTrendAreJudgedApart) {  // R91: a constant offset is not a drift
+  EXPECT_EQ(after(.7, .75, .009, .009).level, Verdict::Level::kOk);
+  EXPECT_EQ(to_string(after(.7, .75, .05, .05)), "watch: trainer and rollout differ by 0.050");
+  EXPECT_EQ(to_string(after(.7, .7, .004, .016)), "watch: the gap grew 2.8x");
+  EXPECT_EQ(after(.7, .2, .04, .2).level, Verdict::Level::kBad);
+}
+
+TEST(Watch, GrowthOfATinyGapIsNoNews) {
+  EXPECT_EQ(after(.7, .7, .0001, .001).level, Verdict::Level::kOk);
+}
+
+TEST(Watch, RewardAndCoverage) {
+  EXPECT_EQ(to_string(after(.8, .5, .01, .01)), "watch: the reward is 0.24 below its best");
+  Watch watch;
+  EXPECT_EQ(to_string(watch.judge(step_of(.7, .01, .95))), "watch: records cover 95.0 %");
+  EXPECT_EQ(watch.judge(step_of(.7, .01, .5)).level, Verdict::Level::kBad);
+}
+
+TEST(Watch, OneLineAStep) {
+  Watch watch;
+  Metrics metrics = step_of(.743, .0087);
+  metrics["perf/throughput"] = 2310;
+  EXPECT_EQ(watch.line(12, 100, metrics),
+            "step 12/100  reward 0.743  gap 0.0087 p99 nan  covered 100.0 %  2310 tokens/s  ok");
+}
+
+}  // namespace
+}  // namespace lockstep::step
