@@ -151,11 +151,7 @@ std::vector<Prompt> Arith::evaluation(std::int32_t count) const {
 }
 
 float Arith::reward(const Prompt& prompt, std::span<const Token> response) const {
-  while (!response.empty() && tokenizer_.is_special(response.back())) {
-    response = response.first(response.size() - 1);
-  }
-  const std::string text = tokenizer_.decode(response);
-  const auto last = last_number(text);
+  const auto last = last_number(tokenizer_.plain_text(response));
   return last && same_number(*last, prompt.ground_truth) ? 1.0f : 0.0f;
 }
 

@@ -111,12 +111,13 @@ bool reduce(Number& number) {
 }
 
 std::optional<Number> to_number(const Mantissa& mantissa) {
-  std::string digits = mantissa.whole + std::string(mantissa.places);
+  std::string_view behind = mantissa.places;
+  while (behind.ends_with('0')) behind.remove_suffix(1);
+  std::string digits = mantissa.whole + std::string(behind);
   digits.erase(0, std::min(digits.find_first_not_of('0'), digits.size()));
-  const auto places = static_cast<std::int64_t>(mantissa.places.size());
-  const std::int64_t shift = mantissa.exponent - places;
+  const std::int64_t shift = mantissa.exponent - static_cast<std::int64_t>(behind.size());
   if (digits.size() > kMaxDigits || shift > kMaxDigits || shift < -kMaxDigits) return std::nullopt;
-  Number number = {.places = static_cast<int>(places)};
+  Number number = {.places = static_cast<int>(std::min<std::size_t>(mantissa.places.size(), 999))};
   for (char c : digits) number.num = number.num * 10 + (c - '0');
   if (shift > 0 && !fits(number.num)) return std::nullopt;
   number.num *= power10(std::max<std::int64_t>(shift, 0));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 
 #include "base/text.h"
 #include "data/tokenizer_parts.h"
@@ -102,6 +103,13 @@ std::string Tokenizer::bytes(std::span<const Token> tokens) const {
 
 std::string Tokenizer::decode(std::span<const Token> tokens) const {
   return replace_invalid(bytes(tokens));
+}
+
+std::string Tokenizer::plain_text(std::span<const Token> tokens) const {
+  std::vector<Token> plain;
+  std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(plain),
+               [this](Token token) { return !is_special(token); });
+  return decode(plain);
 }
 
 std::optional<Token> Tokenizer::find(std::string_view text) const {

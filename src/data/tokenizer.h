@@ -36,6 +36,9 @@ class Tokenizer {
   /// The same as well-formed text: U+FFFD stands for what is no UTF-8.
   std::string decode(std::span<const Token> tokens) const;
 
+  /// The same without special tokens: what a response says, for judging it.
+  std::string plain_text(std::span<const Token> tokens) const;
+
   /// Of a token's very text ("<|im_end|>").
   std::optional<Token> find(std::string_view text) const;
   bool is_special(Token token) const;
