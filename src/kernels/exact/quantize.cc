@@ -100,7 +100,7 @@ class Rows {
  public:
   Rows(const QuantizeArgs& args, const TensorView<const T, 2>& x)
       : args_(args), x_(x), cols_(x.shape[1]), slots_(slots_of(args)) {
-    if constexpr (std::is_same_v<T, Bf16>) isa_ = isa_for(args.rule);
+    if constexpr (std::is_same_v<T, Bf16>) simd_ = simd_for(args.rule);
     if (args.rule.global == GlobalScale::kPerTensor) whole_ = tensor_global();
   }
 
@@ -123,10 +123,10 @@ class Rows {
   /// Inf where the row is not finite. Leaves the blocks' amaxes behind for the SIMD encoder.
   float amax_of(std::int64_t row) const {
     if constexpr (std::is_same_v<T, Bf16>) {
-      if (isa_ != Isa::kPortable) {
+      if (simd_ != Simd::kNone) {
         amaxes_.resize(static_cast<std::size_t>(cols_ / args_.rule.block));
         const std::uint16_t bits =
-            block_amaxes(isa_, x(row), cols_, args_.rule.block, amaxes_.data());
+            block_amaxes(simd_, x(row), cols_, args_.rule.block, amaxes_.data());
         return to_float(static_cast<Bf16>(std::min<std::uint16_t>(bits, 0x7F80u)));
       }
     }
@@ -184,10 +184,10 @@ class Rows {
       ++counts[kNonfiniteRows];
       std::memset(row.codes, 0, static_cast<std::size_t>(cols_ / 2));
       std::memset(row.scales, 0, static_cast<std::size_t>(cols_ / args_.rule.block));
-    } else if (isa_ == Isa::kPortable) {
+    } else if (simd_ == Simd::kNone) {
       encode_row(row, args_.rule, counts);
     } else if constexpr (std::is_same_v<T, Bf16>) {
-      encode_row(isa_, row, args_.rule, amaxes_.data(), counts);
+      encode_row(simd_, row, args_.rule, amaxes_.data(), counts);
     }
     if (!args_.nonfinite.empty()) args_.nonfinite.data[index * args_.nonfinite.stride[0]] = !finite;
     if (args_.rule.global != GlobalScale::kPerTensor && !args_.out.global.empty()) {
@@ -229,7 +229,7 @@ class Rows {
   const TensorView<const T, 2>& x_;
   std::int64_t cols_;
   std::int64_t slots_;
-  Isa isa_ = Isa::kPortable;
+  Simd simd_ = Simd::kNone;
   GlobalNumbers whole_{};
   static thread_local std::vector<std::uint16_t> amaxes_;
 };

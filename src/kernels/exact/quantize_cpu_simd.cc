@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/exact/isa.h"
 #include "kernels/exact/quantize_rows.h"
 
 #if defined(__x86_64__)
@@ -249,14 +250,17 @@ void count(const std::uint16_t* amaxes, std::int64_t blocks, const std::uint8_t*
 
 }  // namespace
 
-Isa isa_for(const Quantizer& rule) { return knows(rule) ? best_isa() : Isa::kPortable; }
+Simd simd_for(const Quantizer& rule) {
+  if (!knows(rule) || best_isa() == Isa::kPortable) return Simd::kNone;
+  return best_isa() == Isa::kAvx512 ? Simd::kAvx512 : Simd::kAvx2;
+}
 
-std::uint16_t block_amaxes(Isa, const Bf16* x, std::int64_t cols, std::int32_t block,
+std::uint16_t block_amaxes(Simd, const Bf16* x, std::int64_t cols, std::int32_t block,
                            std::uint16_t* amaxes) {
   return amaxes_avx2(x, cols / block, block, amaxes);
 }
 
-void encode_row(Isa isa, const EncodeRow<Bf16>& row, const Quantizer& rule,
+void encode_row(Simd simd, const EncodeRow<Bf16>& row, const Quantizer& rule,
                 const std::uint16_t* amaxes, QuantizeCounts& counts) {
   const std::int32_t n = row.global.exponent;
   const std::int64_t blocks = row.cols / rule.block;
@@ -267,7 +271,7 @@ void encode_row(Isa isa, const EncodeRow<Bf16>& row, const Quantizer& rule,
     std::memcpy(row.scales + j, scales.bytes.data(), static_cast<std::size_t>(some));
     const Bf16* x = row.x + j * rule.block;
     std::uint8_t* codes = row.codes + j * rule.block / 2;
-    if (isa == Isa::kAvx512) {
+    if (simd == Simd::kAvx512) {
       encode_avx512(x, rule.block, some, scales.values.data(), codes);
     } else {
       encode_avx2(x, rule.block, some, scales.values.data(), codes);
@@ -278,11 +282,11 @@ void encode_row(Isa isa, const EncodeRow<Bf16>& row, const Quantizer& rule,
 
 #else
 
-Isa isa_for(const Quantizer&) { return Isa::kPortable; }
-std::uint16_t block_amaxes(Isa, const Bf16*, std::int64_t, std::int32_t, std::uint16_t*) {
+Simd simd_for(const Quantizer&) { return Simd::kNone; }
+std::uint16_t block_amaxes(Simd, const Bf16*, std::int64_t, std::int32_t, std::uint16_t*) {
   return 0;
 }
-void encode_row(Isa, const EncodeRow<Bf16>&, const Quantizer&, const std::uint16_t*,
+void encode_row(Simd, const EncodeRow<Bf16>&, const Quantizer&, const std::uint16_t*,
                 QuantizeCounts&) {}
 
 #endif

@@ -4,7 +4,6 @@
 #include <array>
 #include <cstdint>
 
-#include "kernels/exact/isa.h"
 #include "kernels/exact/quantize.h"
 #include "numerics/scale.h"
 
@@ -30,14 +29,15 @@ template <typename T>
 void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts);
 
 /// The same bytes and counts by AVX-512 or AVX2, for BF16 rows under the rules of `lockstep` and of
-/// MXFP4. kPortable where the rule is another: the definition is all there is.
-Isa isa_for(const Quantizer& rule);
+/// MXFP4. kNone where the rule is another: the definition is all there is.
+enum class Simd : std::uint8_t { kNone, kAvx2, kAvx512 };
+Simd simd_for(const Quantizer& rule);
 
 /// Writes the BF16 bits of every block's amax; returns the row's, 0x7F80 or more where the row
 /// holds Inf or NaN.
-std::uint16_t block_amaxes(Isa isa, const Bf16* x, std::int64_t cols, std::int32_t block,
+std::uint16_t block_amaxes(Simd simd, const Bf16* x, std::int64_t cols, std::int32_t block,
                            std::uint16_t* amaxes);
-void encode_row(Isa isa, const EncodeRow<Bf16>& row, const Quantizer& rule,
+void encode_row(Simd simd, const EncodeRow<Bf16>& row, const Quantizer& rule,
                 const std::uint16_t* amaxes, QuantizeCounts& counts);
 
 }  // namespace lockstep::kernels

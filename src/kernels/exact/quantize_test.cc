@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/isa.h"
 #include "kernels/exact/packed_matrix.h"
 #include "kernels/exact/quantize_rows.h"
 #include "numerics/scale.h"
@@ -45,7 +46,7 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
                                         mx_rule(ScaleRule::kMxCeil),
                                         mx_rule(ScaleRule::kMxRceil)};
   for (const Quantizer& rule : rules) {
-    ASSERT_EQ(isa_for(rule), best_isa());
+    ASSERT_EQ(simd_for(rule) == Simd::kNone, best_isa() == Isa::kPortable);
     for (const std::int64_t cols : {32, 96, 160, 2048, 2080}) {
       for (const int binades : {0, 3, 20, 130}) {
         const std::int64_t rows = 64;
@@ -53,8 +54,8 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
         const std::int32_t n = -9;
         QuantizeCounts counts{};
         const Packed expected = definition(x, rows, cols, rule, n, counts);
-        for (const Isa isa : {Isa::kAvx2, Isa::kAvx512}) {
-          if (!has_isa(isa)) continue;
+        for (const Simd simd : {Simd::kAvx2, Simd::kAvx512}) {
+          if (!has_isa(simd == Simd::kAvx2 ? Isa::kAvx2 : Isa::kAvx512)) continue;
           QuantizeCounts simd_counts{};
           Packed out = expected;
           std::fill(out.codes.begin(), out.codes.end(), std::uint8_t{0x88});
@@ -62,13 +63,13 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
           std::vector<std::uint16_t> amaxes(static_cast<std::size_t>(cols / rule.block));
           for (std::int64_t r = 0; r < rows; ++r) {
             const Bf16* row = x.data() + r * cols;
-            const std::uint16_t bits = block_amaxes(isa, row, cols, rule.block, amaxes.data());
+            const std::uint16_t bits = block_amaxes(simd, row, cols, rule.block, amaxes.data());
             ASSERT_EQ(to_float(static_cast<Bf16>(bits)), row_amax(row, cols));
             const GlobalNumbers global =
                 rule.global == GlobalScale::kStatic
                     ? global_of_exponent(n)
                     : global_of_amax(rule, to_float(static_cast<Bf16>(bits)));
-            encode_row(isa,
+            encode_row(simd,
                        {row, cols, global, out.codes.data() + r * cols / 2,
                         out.scales.data() + r * cols / rule.block},
                        rule, amaxes.data(), simd_counts);
