@@ -1,7 +1,6 @@
 /// Guided rounding in 16-bit words: the grid V[i] * scale is eight ascending BF16 numbers, so the
-/// bracket is a binary search of three shuffles, and what comes out is a fourth. AVX2 compiles the
-/// definition for its registers.
-#include "kernels/exact/guide_group.h"
+/// bracket is a binary search of three shuffles, and what comes out is a fourth.
+#include "kernels/exact/guide_rows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -139,9 +138,105 @@ template <Choice kChoice>
   return moved;
 }
 
+// ---- AVX2: the same with byte shuffles, sixteen elements at a time ----
+
+/// Word i of a table is fetched by the bytes 2i and 2i + 1.
+[[gnu::target("avx2")]] inline __m256i fetch(__m256i table, __m256i index) {
+  const __m256i bytes = _mm256_add_epi16(_mm256_mullo_epi16(index, _mm256_set1_epi16(0x0202)),
+                                         _mm256_set1_epi16(0x0100));
+  return _mm256_shuffle_epi8(table, bytes);
+}
+
+/// m with `step` added where a has reached grid[m + step].
+[[gnu::target("avx2")]] inline __m256i climb(__m256i a, __m256i grid, __m256i m, short step) {
+  const __m256i higher = _mm256_add_epi16(m, _mm256_set1_epi16(step));
+  const __m256i below = _mm256_cmpgt_epi16(fetch(grid, higher), a);
+  return _mm256_blendv_epi8(higher, m, below);
+}
+
+/// The recorded bits or nibbles of sixteen elements as words.
+template <Choice kChoice>
+[[gnu::target("avx2")]] inline __m256i recorded(const std::uint8_t* plane) {
+  if constexpr (kChoice == Choice::kBit) {
+    std::uint16_t bits;
+    std::memcpy(&bits, plane, 2);
+    const __m256i place = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
+                                            8192, 16384, static_cast<short>(0x8000));
+    const __m256i here = _mm256_and_si256(_mm256_set1_epi16(static_cast<short>(bits)), place);
+    return _mm256_and_si256(_mm256_cmpeq_epi16(here, place), _mm256_set1_epi16(1));
+  }
+  const __m256i pairs =
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(plane)));
+  const __m256i words = _mm256_or_si256(pairs, _mm256_slli_epi32(pairs, 12));
+  return _mm256_and_si256(words, _mm256_set1_epi16(15));
+}
+
+/// What is chosen from the bracket {m, m + 1}: words of all ones where m + 1.
+struct Chosen {
+  __m256i code;   // 0 to 7
+  __m256i sign;   // 0x8000 or 0
+  __m256i moved;  // all ones where it is not the nearest
+};
+
+template <Choice kChoice>
+[[gnu::target("avx2")]] inline Chosen choose16(__m256i m, __m256i near_up, __m256i sign,
+                                               const std::uint8_t* plane) {
+  if constexpr (kChoice == Choice::kNearest) {
+    return {_mm256_sub_epi16(m, near_up), sign, _mm256_setzero_si256()};
+  } else if constexpr (kChoice == Choice::kBit) {
+    const __m256i other =
+        _mm256_and_si256(_mm256_xor_si256(m, recorded<kChoice>(plane)), _mm256_set1_epi16(1));
+    const __m256i up = _mm256_sub_epi16(_mm256_setzero_si256(), other);
+    return {_mm256_sub_epi16(m, up), sign, _mm256_xor_si256(up, near_up)};
+  } else {
+    const __m256i code = recorded<kChoice>(plane);
+    const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi16(7));
+    const __m256i code_sign = _mm256_slli_epi16(_mm256_srli_epi16(code, 3), 15);
+    const __m256i same_side = _mm256_cmpeq_epi16(code_sign, sign);
+    if constexpr (kChoice == Choice::kCodeGuided) {
+      const __m256i up = _mm256_and_si256(same_side, _mm256_cmpgt_epi16(magnitude, m));
+      return {_mm256_sub_epi16(m, up), sign, _mm256_xor_si256(up, near_up)};
+    } else {
+      const __m256i zero = _mm256_cmpeq_epi16(magnitude, _mm256_setzero_si256());
+      const __m256i same =
+          _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, _mm256_sub_epi16(m, near_up)),
+                           _mm256_or_si256(same_side, zero));
+      return {magnitude, code_sign, _mm256_xor_si256(same, _mm256_set1_epi16(-1))};
+    }
+  }
+}
+
 template <Choice kChoice>
 [[gnu::target("avx2")]] std::int64_t groups_avx2(const GuideElements& args) {
-  return guide_groups<kChoice>(args);
+  const __m256 grid_values = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  const __m256 middles = _mm256_setr_ps(0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 5.0f);
+  const __m256i tie = _mm256_setr_epi32(0, -1, 0, -1, 0, -1, 0, 0);  // see tables_of
+  std::int64_t moved = 0;
+  for (std::int64_t g = 0; g < args.groups; ++g) {
+    const float scale = args.scales[g];
+    const __m256i grid =
+        _mm256_broadcastsi128_si256(scaled_words(grid_values, _mm256_setzero_si256(), scale));
+    const __m256i nearest = _mm256_broadcastsi128_si256(scaled_words(middles, tie, scale));
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(args.x + g * 16));
+    const __m256i a = _mm256_and_si256(words, _mm256_set1_epi16(0x7FFF));
+    __m256i m = climb(a, grid, _mm256_setzero_si256(), 4);
+    m = climb(a, grid, m, 2);
+    m = climb(a, grid, m, 1);
+    m = _mm256_min_epi16(m, _mm256_set1_epi16(6));
+    const __m256i near_up = _mm256_cmpgt_epi16(a, fetch(nearest, m));
+    const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0x8000)));
+    const Chosen chosen =
+        choose16<kChoice>(m, near_up, sign, args.plane + g * plane_bytes(kChoice));
+    const __m256i value = fetch(grid, chosen.code);
+    const __m256i zero = _mm256_cmpeq_epi16(value, _mm256_setzero_si256());
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(args.out + g * 16),
+                        _mm256_or_si256(value, _mm256_andnot_si256(zero, chosen.sign)));
+    if (scale > 0.0f) {  // else every code is 0
+      const auto mask = static_cast<std::uint32_t>(_mm256_movemask_epi8(chosen.moved));
+      moved += __builtin_popcount(mask) / 2;
+    }
+  }
+  return moved;
 }
 
 std::int64_t guide_avx512(const GuideElements& args) {

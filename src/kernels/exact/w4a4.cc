@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/exact/items.h"
 #include "kernels/exact/w4a4_tile.h"
 #include "numerics/e2m1.h"
 #include "numerics/e4m3.h"
@@ -135,43 +136,9 @@ struct Unit {
   std::int32_t tile_end = 0;
 };
 
+Items items_of(const W4a4Args& args) { return {args.offsets, args.from, args.to}; }
+
 bool has_residual(const W4a4Args& args) { return !args.residual.codes.empty(); }
-
-std::int64_t items_of(const W4a4Args& args) {
-  if (!args.from.empty()) return args.from.shape[0];
-  if (!args.to.empty()) return args.to.shape[0];
-  return args.a.codes.shape[0];
-}
-
-void check_index(const TensorView<const std::int32_t, 1>& index, const char* name,
-                 std::int64_t items, std::int64_t rows) {
-  if (index.empty()) {
-    if (!(items <= rows)) fail({"w4a4: ", items, " items, but only ", rows, " rows to be ", name});
-    return;
-  }
-  require(index.shape[0] == items && (index.stride[0] == 1 || items <= 1),
-          {"w4a4: ", name, " has ", index.shape[0], " entries, must be contiguous and ", items});
-  for (std::int64_t i = 0; i < items; ++i) {
-    if (!(index.data[i] >= 0 && index.data[i] < rows))
-      fail({"w4a4: ", name, "[", i, "] is ", index.data[i], ", must be in [0, ", rows, ")"});
-  }
-}
-
-void check_groups(const W4a4Args& args, std::int64_t items) {
-  if (args.offsets.empty()) return;
-  const auto& offsets = args.offsets;
-  require(offsets.shape[0] == args.w.experts + 1 && offsets.stride[0] == 1,
-          {"w4a4: offsets has ", offsets.shape[0], " entries, must be contiguous and ",
-           args.w.experts + 1, ", the experts and one"});
-  require(offsets.data[0] == 0 && offsets.data[args.w.experts] == items,
-          {"w4a4: offsets run from ", offsets.data[0], " to ", offsets.data[args.w.experts],
-           ", must run from 0 to the ", items, " items"});
-  for (std::int32_t e = 0; e < args.w.experts; ++e) {
-    if (!(offsets.data[e] <= offsets.data[e + 1]))
-      fail({"w4a4: offsets of expert ", e, " decrease from ", offsets.data[e], " to ",
-            offsets.data[e + 1]});
-  }
-}
 
 void check(const W4a4Args& args, std::int64_t items) {
   require(args.a.codes.device.kind == Device::Kind::kCpu, {"w4a4: a must be on the CPU"});
@@ -192,9 +159,8 @@ void check(const W4a4Args& args, std::int64_t items) {
   }
   require(args.out.shape[1] == args.w.out && (args.out.stride[1] == 1 || args.w.out == 1),
           {"w4a4: out has ", args.out.shape[1], " columns, must be contiguous and ", args.w.out});
-  check_index(args.from, "from", items, args.a.codes.shape[0]);
-  check_index(args.to, "to", items, args.out.shape[0]);
-  check_groups(args, items);
+  check_items("w4a4", items_of(args), items, args.w.experts, args.a.codes.shape[0],
+              args.out.shape[0]);
 }
 
 /// Cuts the work so that threads have units enough, whatever the experts' loads.
@@ -305,7 +271,7 @@ void run_unit(const W4a4Args& args, const Unit& unit, TileKernel kernel) {
 }  // namespace
 
 void w4a4_on(const W4a4Args& args, Isa isa) {
-  const std::int64_t items = items_of(args);
+  const std::int64_t items = count_items(items_of(args), args.a.codes.shape[0]);
   check(args, items);
   if (items == 0) return;
   const std::vector<Unit> units = units_of(args, items);

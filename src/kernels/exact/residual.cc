@@ -1,0 +1,204 @@
+#include "kernels/exact/residual.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "base/text.h"
+#include "kernels/exact/quantize_rows.h"
+#include "kernels/exact/residual_row.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int64_t kGroup = 16;
+constexpr std::int64_t kGrainElements = 1 << 13;
+constexpr Quantizer kRule = {.element = Element::kE2m1,
+                             .scale = ScaleFormat::kE4m3,
+                             .global = GlobalScale::kPerToken,
+                             .global_is_power_of_two = true};
+
+void require(bool holds, std::initializer_list<Piece> message) {
+  if (!holds) throw Error(cat(message));
+}
+
+template <typename Packed>
+void check_packed(const Packed& packed, const char* name, std::int64_t rows, std::int64_t cols) {
+  require(packed.codes.shape[0] == rows && packed.codes.shape[1] * 2 == cols &&
+              packed.scales.shape[0] == rows && packed.scales.shape[1] * kGroup == cols,
+          {"residual: ", name, " has codes [", packed.codes.shape[0], ", ", packed.codes.shape[1],
+           "] and scales [", packed.scales.shape[0], ", ", packed.scales.shape[1], "], x is [",
+           rows, ", ", cols, "]"});
+  require(packed.codes.stride[1] == 1 && packed.scales.stride[1] == 1,
+          {"residual: ", name, " must be contiguous along a row"});
+}
+
+void check(const ResidualArgs& args) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  require(cols % kGroup == 0, {"residual: x has ", cols, " columns, must be a multiple of 16"});
+  require(args.x.stride[1] == 1 || cols <= 1, {"residual: x must be contiguous along a row"});
+  require(args.x.device.kind == Device::Kind::kCpu, {"residual: x must be on the CPU"});
+  check_packed(args.q, "q", rows, cols);
+  require(args.q.global.shape[0] == rows || args.q.global.stride[0] == 0,
+          {"residual: q has ", args.q.global.shape[0], " global scales for ", rows, " rows"});
+  require(args.per_mille >= 0 && args.per_mille <= 1000,
+          {"residual: per_mille is ", args.per_mille, ", must be in [0, 1000]"});
+  if (args.choice == ResidualChoice::kStatic) {
+    require(args.chosen.shape[0] == cols / kGroup && !args.chosen.empty(),
+            {"residual: chosen has ", args.chosen.shape[0], " entries, must have one for each of ",
+             cols / kGroup, " groups"});
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const float global = args.q.global.data[r * args.q.global.stride[0]];
+    const std::int32_t n = exponent_of(global);
+    if (n < kMinExponent || n > kMaxExponent || global != power_of_two(n)) {
+      throw Error(cat({"residual: the global scale of row ", r, " of q is not a power of two"}));
+    }
+  }
+}
+
+std::int64_t count_chosen(std::int32_t per_mille, std::int64_t groups) {
+  return (std::int64_t{per_mille} * groups + 999) / 1000;
+}
+
+/// 1 for the groups with the largest scores, ties to the lower index.
+void choose(const float* scores, std::int64_t groups, std::int64_t count,
+            std::vector<std::int32_t>& order, std::uint8_t* chosen) {
+  order.resize(static_cast<std::size_t>(groups));
+  std::iota(order.begin(), order.end(), 0);
+  const auto before = [scores](std::int32_t a, std::int32_t b) {
+    return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+  };
+  std::nth_element(order.begin(), order.begin() + count, order.end(), before);
+  std::fill(chosen, chosen + groups, std::uint8_t{0});
+  for (std::int64_t i = 0; i < count; ++i) chosen[order[static_cast<std::size_t>(i)]] = 1;
+}
+
+/// Residuals and scores of all rows.
+struct Residuals {
+  std::vector<Bf16> values;          // [rows, cols]
+  std::vector<float> scores;         // [rows, groups]
+  std::vector<std::uint8_t> finite;  // [rows]
+};
+
+std::int32_t row_exponent(const ResidualArgs& args, std::int64_t row) {
+  return exponent_of(args.q.global.data[row * args.q.global.stride[0]]);
+}
+
+template <typename Body>
+void for_rows(const ResidualArgs& args, const Body& body) {
+  const std::int64_t cols = std::max<std::int64_t>(1, args.x.shape[1]);
+  parallel_for(args.x.shape[0], std::max<std::int64_t>(1, kGrainElements / cols), body);
+}
+
+Residuals residuals_of(const ResidualArgs& args, Isa isa) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  const std::int64_t groups = cols / kGroup;
+  Residuals all;
+  all.values.resize(static_cast<std::size_t>(rows * cols));
+  all.scores.resize(static_cast<std::size_t>(rows * groups));
+  all.finite.resize(static_cast<std::size_t>(rows));
+  const ResidualKernel kernel = residual_row(isa);
+  for_rows(args, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t r = first; r < end; ++r) {
+      const Bf16* x = args.x.data + r * args.x.stride[0];
+      if (!is_finite(row_amax(x, cols))) continue;
+      all.finite[static_cast<std::size_t>(r)] = 1;
+      kernel({x, args.q.codes.data + r * args.q.codes.stride[0],
+              args.q.scales.data + r * args.q.scales.stride[0], row_exponent(args, r), groups,
+              all.values.data() + r * cols, all.scores.data() + r * groups});
+    }
+  });
+  return all;
+}
+
+std::vector<std::uint8_t> batch_choice(const ResidualArgs& args, const Residuals& all) {
+  const std::int64_t groups = args.x.shape[1] / kGroup;
+  std::vector<float> sums(static_cast<std::size_t>(groups));
+  for (std::int64_t r = 0; r < args.x.shape[0]; ++r) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      sums[static_cast<std::size_t>(g)] += all.scores[static_cast<std::size_t>(r * groups + g)];
+    }
+  }
+  std::vector<std::uint8_t> chosen(static_cast<std::size_t>(groups));
+  std::vector<std::int32_t> order;
+  choose(sums.data(), groups, count_chosen(args.per_mille, groups), order, chosen.data());
+  return chosen;
+}
+
+/// Quantizes a row's residual under 2^(n - 2) and clears what was not chosen.
+void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Simd simd,
+            std::vector<std::uint16_t>& amaxes, const std::uint8_t* chosen) {
+  const std::int64_t cols = args.x.shape[1];
+  QuantizeCounts counts{};
+  std::uint8_t* codes = args.out.codes.data + row * args.out.codes.stride[0];
+  std::uint8_t* scales = args.out.scales.data + row * args.out.scales.stride[0];
+  const EncodeRow<Bf16> encoded{values, cols, global_of_exponent(row_exponent(args, row) - 2),
+                                codes, scales};
+  if (simd == Simd::kNone) {
+    encode_row(encoded, kRule, counts);
+  } else {
+    block_amaxes(simd, values, cols, static_cast<std::int32_t>(kGroup), amaxes.data());
+    encode_row(simd, encoded, kRule, amaxes.data(), counts);
+  }
+  for (std::int64_t g = 0; g < cols / kGroup; ++g) {
+    if (chosen[g] != 0) continue;
+    scales[g] = 0;
+    std::fill_n(codes + g * kGroup / 2, kGroup / 2, std::uint8_t{0});
+  }
+}
+
+}  // namespace
+
+void residual_on(const ResidualArgs& args, Isa isa) {
+  check(args);
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  check_packed(args.out, "out", rows, cols);
+  if (rows == 0 || cols == 0) return;
+  const std::int64_t groups = cols / kGroup;
+  const std::int64_t count = count_chosen(args.per_mille, groups);
+  const Residuals all = residuals_of(args, isa);
+  const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(kRule);
+  std::vector<std::uint8_t> shared;
+  if (args.choice == ResidualChoice::kBatch) shared = batch_choice(args, all);
+  if (args.choice == ResidualChoice::kStatic) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      shared.push_back(args.chosen.data[g * args.chosen.stride[0]]);
+    }
+  }
+  for_rows(args, [&](std::int64_t first, std::int64_t end) {
+    std::vector<std::uint8_t> own(static_cast<std::size_t>(groups));
+    std::vector<std::int32_t> order;
+    std::vector<std::uint16_t> amaxes(static_cast<std::size_t>(groups) + 8);
+    const std::vector<std::uint8_t> nothing(static_cast<std::size_t>(groups));
+    for (std::int64_t r = first; r < end; ++r) {
+      if (args.choice == ResidualChoice::kPerToken) {
+        choose(all.scores.data() + r * groups, groups, count, order, own.data());
+      }
+      const bool finite = all.finite[static_cast<std::size_t>(r)] != 0;
+      const std::vector<std::uint8_t>& chosen = !finite                                    ? nothing
+                                                : args.choice == ResidualChoice::kPerToken ? own
+                                                                                           : shared;
+      encode(args, r, all.values.data() + r * cols, simd, amaxes, chosen.data());
+      if (!args.out.global.empty()) {
+        args.out.global.data[r * args.out.global.stride[0]] =
+            power_of_two(row_exponent(args, r) - 2);
+      }
+    }
+  });
+}
+
+void residual(const ResidualArgs& args, Stream) { residual_on(args, best_isa()); }
+
+std::vector<std::uint8_t> residual_groups(const ResidualArgs& args) {
+  ResidualArgs batch = args;
+  batch.choice = ResidualChoice::kBatch;
+  check(batch);
+  return batch_choice(batch, residuals_of(batch, best_isa()));
+}
+
+}  // namespace lockstep::kernels
