@@ -1,0 +1,145 @@
+#include "kernels/exact/audit.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "kernels/exact/quantize_rows.h"
+#include "numerics/guided.h"
+
+namespace lockstep::kernels {
+namespace {
+
+void require(bool holds, std::initializer_list<Piece> message) {
+  if (!holds) throw Error(cat(message));
+}
+
+/// Rows of x in a record, and elements that share an n.
+struct Shape {
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t slots;
+  std::int64_t span;
+};
+
+Shape check(const AuditArgs& args) {
+  const RowLayout& layout = args.layout;
+  Shape shape{args.x.shape[0], args.x.shape[1], 1, layout.width};
+  require(layout.encoding == Encoding::kCodes,
+          {"audit: layout.encoding is ", static_cast<int>(layout.encoding), ", must be codes"});
+  require(args.rule.element == Element::kE2m1 &&
+              (args.rule.is_mx() ||
+               (args.rule.scale == ScaleFormat::kE4m3 && args.rule.global_is_power_of_two)),
+          {"audit: the rule must be NVFP4 under a power-of-two global scale, or MXFP4"});
+  require(layout.block == args.rule.block && shape.cols > 0 && shape.cols % layout.block == 0 &&
+              layout.width >= shape.cols && layout.width % shape.cols == 0,
+          {"audit: layout is ", layout.width, " in blocks of ", layout.block, ", x has ",
+           shape.cols, " columns under blocks of ", args.rule.block});
+  shape.slots = layout.width / shape.cols;
+  if (layout.exponents > 0) shape.span = layout.width / layout.exponents;
+  shape.span = std::min(shape.span, shape.cols);
+  require(shape.span > 0 && shape.cols % shape.span == 0 && shape.span % layout.block == 0,
+          {"audit: layout.exponents is ", layout.exponents, ", which does not divide ", shape.cols,
+           " columns into blocks"});
+  require(shape.rows % shape.slots == 0 && args.records.shape[0] == shape.rows / shape.slots &&
+              args.records.shape[1] == layout.bytes(),
+          {"audit: records are [", args.records.shape[0], ", ", args.records.shape[1],
+           "], must be [", shape.rows / shape.slots, ", ", layout.bytes(), "]"});
+  require(args.operand.shape == args.x.shape, {"audit: operand must have the shape of x"});
+  require(args.counts.shape[0] == kNumAuditCounts,
+          {"audit: counts has ", args.counts.shape[0], " entries, must be ",
+           static_cast<int>(kNumAuditCounts)});
+  return shape;
+}
+
+/// One block of sixteen or 32: the trainer's values against the rollout's codes.
+struct Block {
+  const Bf16* x;
+  const Bf16* operand;
+  const std::uint8_t* codes;
+  float own_scale;
+  float scale;
+  std::int32_t size;
+};
+
+/// How far a * sign lies from the interval that rounds to the code, as a multiple of the scale,
+/// compared with 1/4. The ends are midpoints; 6 has no upper end.
+bool is_beyond(float x, float scale, E2m1 code) {
+  const std::uint32_t m = bits_of(code) & 7u;
+  const float value = e2m1_magnitude(m);
+  const float below = m == 0 ? 0.25f : 0.5f * (value - e2m1_magnitude(m - 1));
+  const float above = m == 7 ? 0.0f : 0.5f * (e2m1_magnitude(m + 1) - value);
+  const float towards =
+      (bits_of(code) & 8u) != 0 ? -x : x;  // on the side where the code is positive
+  if (towards <= (value - below - 0.25f) * scale) return true;
+  return m != 7 && towards >= (value + above + 0.25f) * scale;
+}
+
+void count_block(const Block& block, std::array<std::int64_t, kNumAuditCounts>& counts) {
+  ++counts[kAuditBlocks];
+  counts[kAuditCodes] += block.size;
+  counts[kAuditScaleFlips] += block.own_scale != block.scale;
+  for (std::int32_t i = 0; i < block.size; ++i) {
+    const float x = to_float(block.x[i]);
+    const auto code =
+        static_cast<E2m1>(static_cast<std::uint8_t>(block.codes[i / 2] >> i % 2 * 4 & 15));
+    const bool zero = !(block.scale > 0.0f);
+    const float rollout = zero ? 0.0f : to_float(code) * block.scale;
+    const E2m1 own = to_e2m1_scaled(x, block.own_scale);
+    const auto step = [](E2m1 c) {
+      const auto m = static_cast<std::int32_t>(bits_of(c) & 7u);
+      return (bits_of(c) & 8u) != 0 ? -m : m;
+    };
+    const std::int32_t distance = std::abs(step(own) - (zero ? 0 : step(code)));
+    counts[kAuditFlips] += to_float(own) * block.own_scale != rollout;
+    counts[kAuditCodeFlips] += distance != 0;
+    counts[kAuditAdjacent] += distance == 1;
+    counts[kAuditStillDiffer] += to_float(block.operand[i]) != rollout;
+    counts[kAuditBeyond] += !zero && is_beyond(x, block.scale, code);
+  }
+}
+
+}  // namespace
+
+void audit(const AuditArgs& args, Stream) {
+  if (args.x.shape[0] == 0) return;
+  const Shape shape = check(args);
+  const RowLayout& layout = args.layout;
+  const std::int32_t block = layout.block;
+  const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
+  std::array<std::int64_t, kNumAuditCounts> counts{};
+  for (std::int64_t row = 0; row < shape.rows; ++row) {
+    const std::int64_t index = row / shape.slots;
+    if (!args.present.empty() && args.present.data[index * args.present.stride[0]] == 0) continue;
+    const std::uint8_t* record = args.records.data + index * args.records.stride[0];
+    const std::uint8_t* scales = record + layout.element_bytes();
+    const std::uint8_t* end = scales + layout.scale_bytes();
+    if (std::any_of(scales, end, [limit](std::uint8_t s) { return s > limit; })) continue;
+    const Bf16* x = args.x.data + row * args.x.stride[0];
+    if (!is_finite(row_amax(x, shape.cols))) continue;
+    ++counts[kAuditRows];
+    const Bf16* operand = args.operand.data + row * args.operand.stride[0];
+    for (std::int64_t c = 0; c < shape.cols; c += block) {
+      const std::int64_t at = row % shape.slots * shape.cols + c;
+      const std::int64_t first = c / shape.span * shape.span;
+      const bool own_n = args.rule.global == GlobalScale::kPerToken;
+      const std::int32_t n =
+          own_n ? global_exponent(row_amax(x + first, shape.span)) : args.exponent;
+      const auto recorded_n = static_cast<std::int8_t>(
+          layout.exponents > 0 ? end[at / shape.span] : static_cast<std::uint8_t>(args.exponent));
+      const std::uint8_t own = scale_byte(args.rule, row_amax(x + c, block), global_of_exponent(n));
+      const auto value = [&](std::uint8_t byte, std::int32_t exponent) {
+        return args.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
+                                 : scale_value(static_cast<E4m3>(byte), exponent);
+      };
+      count_block({x + c, operand + c, record + at / 2, value(own, n),
+                   value(scales[at / block], recorded_n), block},
+                  counts);
+    }
+  }
+  for (std::int64_t i = 0; i < kNumAuditCounts; ++i) {
+    args.counts.data[i * args.counts.stride[0]] += counts[static_cast<std::size_t>(i)];
+  }
+}
+
+}  // namespace lockstep::kernels
