@@ -154,9 +154,9 @@ Choice choice_of(Guidance guidance) {
 }
 
 /// The BF16 bits of every block's amax; returns the span's, 0x7F80 or more if it holds Inf or NaN.
-std::uint16_t amaxes_of(Isa simd, const Bf16* x, std::int64_t span, std::int32_t block,
+std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int32_t block,
                         std::uint16_t* amaxes) {
-  if (simd != Isa::kPortable) return block_amaxes(simd, x, span, block, amaxes);
+  if (simd != Simd::kNone) return block_amaxes(simd, x, span, block, amaxes);
   std::uint16_t most = 0;
   for (std::int64_t b = 0; b < span / block; ++b) {
     std::uint16_t here = 0;
@@ -172,7 +172,7 @@ std::uint16_t amaxes_of(Isa simd, const Bf16* x, std::int64_t span, std::int32_t
 /// Guides rows; one a thread.
 class Worker {
  public:
-  Worker(const GuideArgs& args, const Shape& shape, GuideKernel kernel, Isa simd, std::int32_t n)
+  Worker(const GuideArgs& args, const Shape& shape, GuideKernel kernel, Simd simd, std::int32_t n)
       : args_(args), shape_(shape), kernel_(kernel), simd_(simd), matrix_exponent_(n) {
     const auto blocks = static_cast<std::size_t>(shape.span / args.rule.block);
     // block_amaxes() and its users read and write in eights.
@@ -278,7 +278,7 @@ class Worker {
   const GuideArgs& args_;
   const Shape& shape_;
   GuideKernel kernel_;
-  Isa simd_;
+  Simd simd_;
   std::int32_t matrix_exponent_;
   std::vector<std::uint16_t> amaxes_;
   std::vector<float> scales_;
@@ -303,7 +303,7 @@ void guide_on(const GuideArgs& args, Isa isa) {
   if (shape.rows == 0 || shape.cols == 0) return;
   const std::int32_t n =
       args.rule.global == GlobalScale::kPerTensor ? matrix_exponent(args) : std::int32_t{0};
-  const Isa simd = std::min(isa, isa_for(args.rule));
+  const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(args.rule);
   const std::int64_t records = shape.rows / shape.slots;
   const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / (shape.slots * shape.cols));
   Counts total{};

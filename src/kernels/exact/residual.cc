@@ -130,7 +130,7 @@ std::vector<std::uint8_t> batch_choice(const ResidualArgs& args, const Residuals
 }
 
 /// Quantizes a row's residual under 2^(n - 2) and clears what was not chosen.
-void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Isa simd,
+void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Simd simd,
             std::vector<std::uint16_t>& amaxes, const std::uint8_t* chosen) {
   const std::int64_t cols = args.x.shape[1];
   QuantizeCounts counts{};
@@ -138,7 +138,7 @@ void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Isa 
   std::uint8_t* scales = args.out.scales.data + row * args.out.scales.stride[0];
   const EncodeRow<Bf16> encoded{values, cols, global_of_exponent(row_exponent(args, row) - 2),
                                 codes, scales};
-  if (simd == Isa::kPortable) {
+  if (simd == Simd::kNone) {
     encode_row(encoded, kRule, counts);
   } else {
     block_amaxes(simd, values, cols, static_cast<std::int32_t>(kGroup), amaxes.data());
@@ -162,7 +162,7 @@ void residual_on(const ResidualArgs& args, Isa isa) {
   const std::int64_t groups = cols / kGroup;
   const std::int64_t count = count_chosen(args.per_mille, groups);
   const Residuals all = residuals_of(args, isa);
-  const Isa simd = std::min(isa, isa_for(kRule));
+  const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(kRule);
   std::vector<std::uint8_t> shared;
   if (args.choice == ResidualChoice::kBatch) shared = batch_choice(args, all);
   if (args.choice == ResidualChoice::kStatic) {
