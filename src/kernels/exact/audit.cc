@@ -1,6 +1,8 @@
 #include "kernels/exact/audit.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -62,15 +64,14 @@ struct Block {
   std::int32_t size;
 };
 
-/// How far a * sign lies from the interval that rounds to the code, as a multiple of the scale,
-/// compared with 1/4. The ends are midpoints; 6 has no upper end.
+/// Whether x lies scale / 4 or more from the interval that rounds to the code. Its ends are
+/// midpoints; 6 has no upper end.
 bool is_beyond(float x, float scale, E2m1 code) {
   const std::uint32_t m = bits_of(code) & 7u;
   const float value = e2m1_magnitude(m);
   const float below = m == 0 ? 0.25f : 0.5f * (value - e2m1_magnitude(m - 1));
   const float above = m == 7 ? 0.0f : 0.5f * (e2m1_magnitude(m + 1) - value);
-  const float towards =
-      (bits_of(code) & 8u) != 0 ? -x : x;  // on the side where the code is positive
+  const float towards = (bits_of(code) & 8u) != 0 ? -x : x;  // as if it were positive
   if (towards <= (value - below - 0.25f) * scale) return true;
   return m != 7 && towards >= (value + above + 0.25f) * scale;
 }
@@ -99,6 +100,17 @@ void count_block(const Block& block, std::array<std::int64_t, kNumAuditCounts>& 
   }
 }
 
+bool is_damaged(const AuditArgs& args, const std::uint8_t* record) {
+  const std::uint8_t* scales = record + args.layout.element_bytes();
+  const std::uint8_t* exponents = scales + args.layout.scale_bytes();
+  const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
+  return std::any_of(scales, exponents, [limit](std::uint8_t s) { return s > limit; }) ||
+         std::any_of(exponents, exponents + args.layout.exponent_bytes(), [](std::uint8_t byte) {
+           const auto n = static_cast<std::int8_t>(byte);
+           return n < kMinExponent || n > kMaxExponent;
+         });
+}
+
 }  // namespace
 
 void audit(const AuditArgs& args, Stream) {
@@ -106,15 +118,14 @@ void audit(const AuditArgs& args, Stream) {
   const Shape shape = check(args);
   const RowLayout& layout = args.layout;
   const std::int32_t block = layout.block;
-  const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
   std::array<std::int64_t, kNumAuditCounts> counts{};
   for (std::int64_t row = 0; row < shape.rows; ++row) {
     const std::int64_t index = row / shape.slots;
     if (!args.present.empty() && args.present.data[index * args.present.stride[0]] == 0) continue;
     const std::uint8_t* record = args.records.data + index * args.records.stride[0];
+    if (is_damaged(args, record)) continue;
     const std::uint8_t* scales = record + layout.element_bytes();
-    const std::uint8_t* end = scales + layout.scale_bytes();
-    if (std::any_of(scales, end, [limit](std::uint8_t s) { return s > limit; })) continue;
+    const std::uint8_t* exponents = scales + layout.scale_bytes();
     const Bf16* x = args.x.data + row * args.x.stride[0];
     if (!is_finite(row_amax(x, shape.cols))) continue;
     ++counts[kAuditRows];
@@ -125,8 +136,9 @@ void audit(const AuditArgs& args, Stream) {
       const bool own_n = args.rule.global == GlobalScale::kPerToken;
       const std::int32_t n =
           own_n ? global_exponent(row_amax(x + first, shape.span)) : args.exponent;
-      const auto recorded_n = static_cast<std::int8_t>(
-          layout.exponents > 0 ? end[at / shape.span] : static_cast<std::uint8_t>(args.exponent));
+      const auto recorded_n =
+          static_cast<std::int8_t>(layout.exponents > 0 ? exponents[at / shape.span]
+                                                        : static_cast<std::uint8_t>(args.exponent));
       const std::uint8_t own = scale_byte(args.rule, row_amax(x + c, block), global_of_exponent(n));
       const auto value = [&](std::uint8_t byte, std::int32_t exponent) {
         return args.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
