@@ -4,6 +4,8 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "kernels/exact/swiglu.h"
+#include "numerics/bf16.h"
 #include "ops/round.h"
 
 namespace lockstep::ops {
@@ -92,21 +94,49 @@ Tensor grouped_weight_grad(const Tensor& dy, const Tensor& x,
 
 float sigmoid(float g) { return 1.0f / (1.0f + std::exp(-g)); }
 
-/// Sorted gate-over-up rows [T * K, 2F] -> swiglu in pair order [T * K, F].
-Tensor swiglu(const Tensor& gate_up, const Tensor& row_of, bool bf16) {
+/// Sorted gate-over-up rows [T * K, 2F] -> swiglu [T * K, F] in FP32.
+Tensor swiglu_f32(const Tensor& gate_up) {
   const std::int64_t f = gate_up.size(1) / 2;
   Tensor out = at::empty({gate_up.size(0), f}, at::kFloat);
   const float* from = gate_up.data_ptr<float>();
-  const std::int64_t* row = row_of.data_ptr<std::int64_t>();
   float* to = out.data_ptr<float>();
   parallel_for(out.size(0), kGrain / f / 4 + 1, [&](std::int64_t first, std::int64_t end) {
-    for (std::int64_t p = first; p < end; ++p) {
-      const float* g = from + row[p] * 2 * f;
-      for (std::int64_t i = 0; i < f; ++i) {
-        const float y = g[i] / (1.0f + std::exp(-g[i])) * g[i + f];
-        to[p * f + i] = bf16 ? round_bf16(y) : y;
-      }
+    for (std::int64_t r = first; r < end; ++r) {
+      const float* g = from + r * 2 * f;
+      for (std::int64_t i = 0; i < f; ++i) to[r * f + i] = g[i] * sigmoid(g[i]) * g[i + f];
     }
+  });
+  return out;
+}
+
+/// The same to the rollout's bits, as BF16 numbers; `rounding`, if there is one, sees the rows in
+/// the order of pairs.
+Tensor swiglu_bf16(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding) {
+  const std::int64_t rows = gate_up.size(0);
+  const std::int64_t f = gate_up.size(1) / 2;
+  const float* from = gate_up.data_ptr<float>();
+  std::vector<Bf16> numbers(static_cast<std::size_t>(rows * f));
+  kernels::swiglu({.gate = {from, {rows, f}, {2 * f, 1}},
+                   .up = {from + f, {rows, f}, {2 * f, 1}},
+                   .out = {numbers.data(), {rows, f}, {f, 1}}});
+  Tensor out = at::empty({rows, f}, at::kFloat);
+  if (!rounding) {
+    load_bf16(numbers.data(), out);
+    return out;
+  }
+  std::vector<Bf16> pairs(numbers.size());
+  const auto copy_rows = [&](const Bf16* x, const Tensor& index, auto&& put) {
+    const std::int64_t* row = index.data_ptr<std::int64_t>();
+    parallel_for(rows, kGrain / f + 1, [&](std::int64_t first, std::int64_t end) {
+      for (std::int64_t r = first; r < end; ++r) put(x + row[r] * f, r * f);
+    });
+  };
+  copy_rows(numbers.data(), sorted.row_of,
+            [&](const Bf16* row, std::int64_t at) { std::copy_n(row, f, pairs.data() + at); });
+  rounding({pairs.data(), {rows, f}, {f, 1}});
+  float* to = out.data_ptr<float>();
+  copy_rows(pairs.data(), sorted.pair_of, [&](const Bf16* row, std::int64_t at) {
+    std::transform(row, row + f, to + at, [](Bf16 x) { return to_float(x); });
   });
   return out;
 }
@@ -190,14 +220,13 @@ CombineGrads combine_backward(const Tensor& dout, const Tensor& y, const Tensor&
 struct Experts : Function<Experts> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gates,
                         const Tensor& w13, const Tensor& w2, const Tensor& experts,
-                        const SlotRounding& round_slots, bool bf16) {
+                        const Rounding& round_slots, bool bf16) {
     const std::int64_t k = gates.size(1);
     const Sorted sorted = sort_by_expert(experts, w13.size(0));
     const Tensor in = gather_rows(x, sorted.pair_of, k);
     const Tensor gate_up = grouped(in, w13, sorted.offsets, true);
-    const Tensor slots = swiglu(gate_up, sorted.row_of, bf16);
-    if (round_slots) round_slots(slots.view({x.size(0), k * slots.size(1)}));
-    const Tensor down_in = gather_rows(slots, sorted.pair_of, 1);
+    const Tensor down_in =
+        bf16 || round_slots ? swiglu_bf16(gate_up, sorted, round_slots) : swiglu_f32(gate_up);
     const Tensor down = grouped(down_in, w2, sorted.offsets, true);
     ctx->save_for_backward(
         {gates, w13, w2, in, gate_up, down_in, down, sorted.row_of, sorted.pair_of});
@@ -226,7 +255,7 @@ struct Experts : Function<Experts> {
 }  // namespace
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
-               const Tensor& experts, const SlotRounding& round_slots, bool bf16) {
+               const Tensor& experts, const Rounding& round_slots, bool bf16) {
   return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16);
 }
 

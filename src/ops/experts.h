@@ -1,23 +1,19 @@
 #pragma once
 
-#include <functional>
-
+#include "ops/guide.h"
 #include "ops/torch.h"
 
 namespace lockstep::ops {
-
-/// Rounds the inputs of the down projections as the rollout did: [T, K * F] in place, the K slots
-/// of a token in a row. The gradient passes it by unchanged.
-using SlotRounding = std::function<void(const at::Tensor& w2_in)>;
 
 /// sum_k gate[t, k] * down_e(swiglu(gate_up_e(x[t]))), e = expert[t, k], in FP32 and slot order,
 /// rounded once with `bf16`.
 ///
 /// x [T, D], gates [T, K], w13 [E, 2F, D] (gate over up), w2 [E, D, F], all FP32; experts int64
-/// [T, K]. The inputs of w2 are rounded to BF16 with `bf16`, then by `round_slots` if there is one.
+/// [T, K]. The inputs of w2 are rounded to BF16 with `bf16`, and then by `round_slots` if there is
+/// one: it sees [T * K, F], the slots of a token in a row. Their gradient passes it by unchanged.
 /// Tokens are sorted by expert, so that each expert is one product.
 at::Tensor experts(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& w13,
-                   const at::Tensor& w2, const at::Tensor& experts, const SlotRounding& round_slots,
+                   const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots,
                    bool bf16);
 
 /// The K experts of the largest probabilities, in falling order; of equal ones the lower index.

@@ -6,18 +6,14 @@
 /// products are also the faster ones.
 #pragma once
 
-#include <bit>
 #include <cstdint>
+
+#include "numerics/bf16.h"
 
 namespace lockstep::ops {
 
 /// The nearest BF16 number, ties to even. Inf stays, NaN stays NaN.
-inline float round_bf16(float x) {
-  const auto bits = std::bit_cast<std::uint32_t>(x);
-  const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-  const std::uint32_t quiet = (bits | 0x00400000u) & 0xffff0000u;
-  return std::bit_cast<float>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-}
+inline float round_bf16(float x) { return to_float(to_bf16(x)); }
 
 template <bool kBf16>
 float rounded(float x) {

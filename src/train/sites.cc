@@ -1,9 +1,10 @@
 #include "train/sites.h"
 
 #include <algorithm>
+#include <string>
 
 #include "base/error.h"
-#include "base/parallel.h"
+#include "ops/experts.h"
 
 namespace lockstep::train {
 
@@ -11,11 +12,43 @@ using at::Tensor;
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
              Tally* tally)
-    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally) {}
+    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally) {
+  if (trace == nullptr || tally == nullptr) return;
+  for (std::size_t i = 0; i < pack.keys.size(); ++i) {
+    if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
+  }
+}
 
-Sites::Read Sites::read(Place place, Encoding encoding) const {
+bool Sites::quantized(Place place) const {
+  return agreement_.rule(place.site).element == Element::kE2m1 &&
+         agreement_.contract.layers.has(place.layer);
+}
+
+bool Sites::follows(Place place) const {
+  const Encoding encoding = agreement_.encoding(place);
+  return trace_ != nullptr && encoding != Encoding::kNone;
+}
+
+bool Sites::audits(Place place) const {
+  if (audited_.empty() || !quantized(place)) return false;
+  return place.site != Site::kW2In || agreement_.guide.follows(place);
+}
+
+std::int8_t Sites::exponent(Place place) const {
+  if (place.site != Site::kK && place.site != Site::kV) return 0;
+  if (agreement_.rule(place.site).global != GlobalScale::kStatic) return 0;
+  const auto at = static_cast<std::size_t>(2 * place.layer.value + (place.site == Site::kV));
+  const std::vector<std::int8_t>& exponents = agreement_.contract.kv_exponents;
+  if (at >= exponents.size()) {
+    throw Error("the contract has " + std::to_string(exponents.size()) + " kv_exponents; layer " +
+                std::to_string(place.layer.value) + " needs its own: calibrate them first");
+  }
+  return exponents[at];
+}
+
+Sites::Records Sites::read(Place place, Encoding encoding) const {
   const auto rows = static_cast<std::size_t>(pack_.rows());
-  Read read = {agreement_.layout(place, encoding), {}, {}};
+  Records read = {agreement_.layout(place, encoding), {}, {}};
   const auto width = static_cast<std::size_t>(read.layout.bytes());
   read.bytes.resize(rows * width);
   read.present.resize(rows);
@@ -38,12 +71,6 @@ Sites::Read Sites::read(Place place, Encoding encoding) const {
   }
   return read;
 }
-
-Tensor Sites::w13_in(Layer, const Tensor& x) const { return x; }
-
-ops::SlotRounding Sites::w2_in(Layer) const { return {}; }
-
-Tensor Sites::kv(Place, const Tensor& x) const { return x; }
 
 namespace {
 
@@ -70,7 +97,7 @@ Tensor Sites::experts(Layer layer, const Tensor& p) const {
   const Encoding encoding = agreement_.encoding(place);
   if (trace_ == nullptr || encoding == Encoding::kNone) return chosen;
 
-  const Read records = read(place, encoding);
+  const Records records = read(place, encoding);
   const auto width = static_cast<std::size_t>(records.layout.bytes());
   std::int64_t* native = chosen.data_ptr<std::int64_t>();
   std::vector<std::int64_t> recorded(static_cast<std::size_t>(k));

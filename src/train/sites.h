@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/experts.h"
+#include "ops/guide.h"
 #include "ops/torch.h"
 #include "record/agreement.h"
 #include "record/trace.h"
@@ -15,7 +15,8 @@
 
 namespace lockstep::train {
 
-/// One pass. Reads each place's records once a call; the calls of a recomputation read the same.
+/// One pass. Every call reads its place's records anew and leaves no mark, so that whoever computes
+/// again reads the same.
 class Sites {
  public:
   /// `trace` may be nullptr: nothing is followed. `tally` may be nullptr: nothing is counted.
@@ -25,8 +26,9 @@ class Sites {
   /// The routed experts' shared input.   [T, D]
   at::Tensor w13_in(Layer layer, const at::Tensor& x) const;
 
-  /// What the experts of a layer do to the inputs of their down projections; empty: nothing.
-  ops::SlotRounding w2_in(Layer layer) const;
+  /// What the experts of a layer do to the inputs of their down projections, [T * K, F]; empty:
+  /// nothing.
+  ops::Rounding w2_in(Layer layer) const;
 
   /// K after norm and rotation, or V.   [T, N * C]
   at::Tensor kv(Place place, const at::Tensor& x) const;
@@ -36,18 +38,32 @@ class Sites {
   at::Tensor experts(Layer layer, const at::Tensor& p) const;
 
  private:
-  struct Read {
+  /// Records of all rows of the pass at one place.
+  struct Records {
     RowLayout layout;
     std::vector<std::uint8_t> bytes;    // [rows, layout.bytes()]
     std::vector<std::uint8_t> present;  // [rows]
   };
-  Read read(Place place, Encoding encoding) const;
+  Records read(Place place, Encoding encoding) const;
+
+  bool quantized(Place place) const;  // by the contract
+  bool imitates(Place place) const;   // and by this trainer
+  bool follows(Place place) const;    // toward records
+  bool audits(Place place) const;
+  std::int8_t exponent(Place place) const;
+
+  at::Tensor rounded(Place place, const at::Tensor& x) const;
+  void round(Place place, TensorView<Bf16, 2> x) const;
+  std::vector<Bf16> audited_rows(const Bf16* x, std::int64_t width) const;
+  void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
+             const std::vector<Bf16>& after) const;
 
   const Agreement& agreement_;
   const Qat& qat_;
   const Pack& pack_;
   const TraceSource* trace_;
   Tally* tally_;
+  std::vector<std::size_t> audited_;  // which of pack.keys
 };
 
 }  // namespace lockstep::train

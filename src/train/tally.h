@@ -3,7 +3,7 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
+#include <vector>
 
 #include "base/metrics.h"
 #include "contract/site.h"
@@ -19,7 +19,32 @@ struct Tally {
     std::int64_t moved = 0;     // elements that guidance took elsewhere than rounding would
     std::int64_t elements = 0;  // in the covered rows
   };
-  std::array<Guided, 5> guided{};  // by Site
+
+  /// Of the audit tokens of one place, in elements.
+  struct Audit {
+    std::int64_t elements = 0;
+    std::int64_t flipped = 0;   // own-scale code is not the rollout's
+    std::int64_t rounded = 0;   // elements that the trainer rounds
+    std::int64_t residual = 0;  // of those, the value is not the rollout's
+  };
+
+  explicit Tally(std::int32_t num_layers)
+      : audits(static_cast<std::size_t>(num_layers) * kAuditSites) {}
+
+  Guided& of(Site site) { return guided[static_cast<std::size_t>(site)]; }
+  Audit& of(Place place) {
+    return audits[static_cast<std::size_t>(place.layer.value) * kAuditSites +
+                  static_cast<std::size_t>(place.site)];
+  }
+
+  Tally& operator+=(const Tally& other);
+
+  /// Fractions of what all ranks counted. Collective.
+  Metrics metrics(Comm& comm) const;
+
+  static constexpr std::size_t kAuditSites = 4;  // all but kRouter
+  std::array<Guided, 4> guided{};                // by Site
+  std::vector<Audit> audits;                     // [L, kAuditSites]
 
   std::int64_t routes_followed = 0;    // tokens times layers
   std::int64_t routes_absent = 0;      // no record: the trainer's own
@@ -27,13 +52,6 @@ struct Tally {
 
   double entropy = 0.0;  // summed over scored tokens
   std::int64_t scored = 0;
-
-  Guided& of(Site site) { return guided[static_cast<std::size_t>(site)]; }
-
-  Tally& operator+=(const Tally& other);
-
-  /// Fractions of what all ranks counted. Collective.
-  Metrics metrics(Comm& comm) const;
 };
 
 }  // namespace lockstep::train

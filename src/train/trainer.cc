@@ -46,7 +46,9 @@ Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Op
 struct Lane {
   Lane(const ModelConfig& config, const Parameters& parameters, const ops::RopeTable& rope,
        bool bf16)
-      : grads(parameters.size()), network(config, parameters, grads, rope, bf16) {}
+      : grads(parameters.size()),
+        network(config, parameters, grads, rope, bf16),
+        tally(config.num_layers) {}
 
   Floats grads;
   Network network;
@@ -83,7 +85,7 @@ struct Trainer::Impl {
   void forget() {
     for (const auto& lane : lanes) {
       std::ranges::fill(lane->grads.all(), 0.0f);
-      lane->tally = {};
+      lane->tally = Tally(agreement.model.num_layers);
     }
   }
 
@@ -287,7 +289,7 @@ double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource*
 
 Metrics Trainer::update() {
   Impl& t = *impl_;
-  Tally tally;
+  Tally tally(t.agreement.model.num_layers);
   for (const auto& lane : t.lanes) tally += lane->tally;
   for (std::size_t i = 1; i < t.lanes.size(); ++i) add(t.lanes[0]->grads, t.lanes[i]->grads);
   const Floats& grads = t.lanes[0]->grads;

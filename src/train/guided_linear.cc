@@ -1,0 +1,116 @@
+/// The guided inputs of the routed experts, and guided K and V: the trainer's own numbers, rounded
+/// toward the codes that the rollout used (methods.md 1.1, A.3). Products then run on values that
+/// FP4 codes name, and their gradients see the same values; the gradient of the rounding itself is
+/// the identity.
+#include "kernels/exact/guide.h"
+#include "train/audit.h"
+#include "train/sites.h"
+
+namespace lockstep::train {
+
+using at::Tensor;
+
+Tensor Sites::w13_in(Layer layer, const Tensor& x) const {
+  return rounded({layer, Site::kW13In}, x);
+}
+
+Tensor Sites::kv(Place place, const Tensor& x) const { return rounded(place, x); }
+
+ops::Rounding Sites::w2_in(Layer layer) const {
+  const Place place = {layer, Site::kW2In};
+  if (!imitates(place)) return {};
+  return [this, place](TensorView<Bf16, 2> x) { round(place, x); };
+}
+
+Tensor Sites::rounded(Place place, const Tensor& x) const {
+  if (imitates(place)) {
+    return ops::straight_through(x, [&](TensorView<Bf16, 2> rows) { round(place, rows); });
+  }
+  if (audits(place)) {
+    // An arm that does not round still learns how far its numbers are from the rollout's codes.
+    std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
+    ops::store_bf16(x.detach(), numbers.data());
+    const std::vector<Bf16> before = audited_rows(numbers.data(), x.size(1));
+    audit(place, x.size(1), before, {});
+  }
+  return x;
+}
+
+bool Sites::imitates(Place place) const {
+  if (!quantized(place)) return false;
+  switch (place.site) {
+    case Site::kW13In:
+    case Site::kW2In: return qat_.activations;
+    case Site::kK: return qat_.k;
+    case Site::kV: return qat_.v;
+    case Site::kRouter: return false;
+  }
+  return false;
+}
+
+/// x in place. Rows that no record covers are rounded at their own scale.
+void Sites::round(Place place, TensorView<Bf16, 2> x) const {
+  const std::int64_t width = x.shape[0] * x.shape[1] / std::max<std::int64_t>(pack_.rows(), 1);
+  std::vector<Bf16> before;
+  if (audits(place)) before = audited_rows(x.data, width);
+
+  kernels::GuideArgs args = {.x = x, .rule = agreement_.rule(place.site), .out = x};
+  args.exponent = exponent(place);
+  Records records;
+  std::int64_t counts[kernels::kNumGuideCounts] = {};
+  if (follows(place)) {
+    records = read(place, agreement_.encoding(place));
+    args.guidance = agreement_.guide.mode;
+    args.layout = records.layout;
+    const std::int64_t bytes = records.layout.bytes();
+    args.records = {records.bytes.data(), {pack_.rows(), bytes}, {bytes, 1}};
+    args.present = {records.present.data(), {pack_.rows()}, {1}};
+    args.counts = {counts, {kernels::kNumGuideCounts}, {1}};
+  }
+  kernels::guide(args);
+
+  if (!before.empty()) audit(place, x.shape[1], before, audited_rows(x.data, width));
+  if (tally_ == nullptr || !follows(place)) return;
+  Tally::Guided& tally = tally_->of(place.site);
+  tally.covered += counts[kernels::kCovered];
+  tally.absent += counts[kernels::kAbsent];
+  tally.moved += counts[kernels::kMoved];
+  tally.elements += counts[kernels::kCovered] * x.shape[1];
+}
+
+/// The audit tokens' rows, `width` elements each.
+std::vector<Bf16> Sites::audited_rows(const Bf16* x, std::int64_t width) const {
+  std::vector<Bf16> rows;
+  rows.reserve(audited_.size() * static_cast<std::size_t>(width));
+  for (const std::size_t i : audited_) {
+    const Bf16* row = x + pack_.key_row[i] * width;
+    rows.insert(rows.end(), row, row + width);
+  }
+  return rows;
+}
+
+void Sites::audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
+                  const std::vector<Bf16>& after) const {
+  std::vector<TokenKey> keys;
+  for (const std::size_t i : audited_) keys.push_back(pack_.keys[i]);
+  const RowLayout layout = agreement_.layout(place, Encoding::kCodes);
+  std::vector<std::uint8_t> bytes(keys.size() * static_cast<std::size_t>(layout.bytes()));
+  std::vector<std::uint8_t> present(keys.size());
+  trace_->read(keys, agreement_.contract.id(),
+               {place, layout, std::as_writable_bytes(std::span(bytes))}, present);
+  const Tally::Audit counts = train::audit({.rule = agreement_.rule(place.site),
+                                            .layout = layout,
+                                            .cols = cols,
+                                            .exponent = exponent(place),
+                                            .records = bytes,
+                                            .present = present,
+                                            .before = before,
+                                            .after = after});
+  Tally::Audit& tally = tally_->of(place);
+  tally.elements += counts.elements;
+  tally.flipped += counts.flipped;
+  tally.rounded += counts.rounded;
+  tally.residual += counts.residual;
+}
+
+}  // namespace lockstep::train
