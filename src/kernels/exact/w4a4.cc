@@ -189,70 +189,61 @@ std::vector<Unit> units_of(const W4a4Args& args, std::int64_t items) {
   return units;
 }
 
-/// The activations of a unit's items, unpacked.
+/// The activations of a unit's items, unpacked tile by tile.
 struct Unpacked {
-  std::vector<std::int8_t> a;   // [count * parts, cols]
-  std::vector<BlockInfo> info;  // [count * parts, blocks]
+  std::vector<std::int8_t> a;
+  std::vector<BlockInfo> info;
   std::vector<std::int32_t> shift;
   std::vector<float*> out;
+
+  void resize(std::int64_t rows, std::int64_t parts, std::int64_t blocks) {
+    a.resize(static_cast<std::size_t>(rows * parts * blocks * kBlock));
+    info.resize(static_cast<std::size_t>(rows * parts * blocks));
+    shift.resize(static_cast<std::size_t>(rows));
+    out.resize(static_cast<std::size_t>(rows));
+  }
 };
 
-void unpack_row(const PackedView<const std::uint8_t>& packed, std::int64_t row, std::int32_t factor,
-                std::int8_t* a, BlockInfo* info) {
-  const std::int64_t blocks = packed.scales.shape[1];
-  const std::uint8_t* codes = packed.codes.data + row * packed.codes.stride[0];
-  const std::uint8_t* scales = packed.scales.data + row * packed.scales.stride[0];
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    std::int32_t sum = 0;
-    for (std::int64_t i = 0; i < kBlock / 2; ++i) {
-      const std::uint32_t pair = codes[b * (kBlock / 2) + i];
-      const std::int32_t low = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair & 15)));
-      const std::int32_t high = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair >> 4)));
-      a[b * kBlock + 2 * i] = static_cast<std::int8_t>(low);
-      a[b * kBlock + 2 * i + 1] = static_cast<std::int8_t>(high);
-      sum += low + high;
-    }
-    info[b] = {-12 * sum, factor * e4m3_units(static_cast<E4m3>(scales[b]))};
-  }
+PartialRow partial_row(const PackedView<const std::uint8_t>& packed, std::int64_t row) {
+  PartialRow partial;
+  partial.codes = packed.codes.data + row * packed.codes.stride[0];
+  partial.scales = packed.scales.data + row * packed.scales.stride[0];
+  partial.blocks = packed.scales.shape[1];
+  return partial;
 }
 
-void unpack(const W4a4Args& args, const Unit& unit, Unpacked& into) {
-  const std::int32_t parts = has_residual(args) ? 2 : 1;
-  const std::int64_t cols = args.w.cols;
-  const std::int64_t blocks = cols / kBlock;
-  const auto rows = static_cast<std::size_t>(unit.count * parts);
-  into.a.resize(rows * static_cast<std::size_t>(cols));
-  into.info.resize(rows * static_cast<std::size_t>(blocks));
-  into.shift.resize(static_cast<std::size_t>(unit.count));
-  into.out.resize(static_cast<std::size_t>(unit.count));
+void unpack(const W4a4Args& args, const Unit& unit, const TileBackend& backend, Unpacked& into) {
+  const std::int64_t parts = has_residual(args) ? 2 : 1;
+  const std::int64_t blocks = args.w.cols / kBlock;
+  into.resize(unit.count, parts, blocks);
   const std::int32_t n_w = weight_exponent(args.w, unit.expert);
   for (std::int64_t i = 0; i < unit.count; ++i) {
-    const std::int64_t item = unit.first + i;
-    const std::int64_t from = args.from.empty() ? item : args.from.data[item];
-    const std::int64_t to = args.to.empty() ? item : args.to.data[item];
-    const std::int64_t part = i * parts;
-    unpack_row(args.a, from, parts == 2 ? 4 : 1, into.a.data() + part * cols,
-               into.info.data() + part * blocks);
-    if (parts == 2) {
-      unpack_row(args.residual, from, -1, into.a.data() + (part + 1) * cols,
-                 into.info.data() + (part + 1) * blocks);
+    const std::int64_t tile = i / kMaxTileRows * kMaxTileRows;
+    const std::int64_t rows = std::min<std::int64_t>(kMaxTileRows, unit.count - tile);
+    const std::int64_t from = items_of(args).from_row(unit.first + i);
+    for (std::int64_t part = 0; part < parts; ++part) {
+      PartialRow row = partial_row(part == 0 ? args.a : args.residual, from);
+      row.factor = parts == 1 ? 1 : part == 0 ? 4 : -1;
+      row.stride = rows * parts;
+      const std::int64_t at = tile * parts * blocks + (i - tile) * parts + part;
+      row.a = into.a.data() + at * kBlock;
+      row.info = into.info.data() + at;
+      backend.unpack(row);
     }
     const auto at = static_cast<std::size_t>(i);
     into.shift[at] = exponent_of(global_of(args.a, from)) + n_w - (parts == 2 ? 22 : 20);
-    into.out[at] = args.out.data + to * args.out.stride[0];
+    into.out[at] = args.out.data + items_of(args).to_row(unit.first + i) * args.out.stride[0];
   }
 }
 
-void run_unit(const W4a4Args& args, const Unit& unit, TileKernel kernel) {
+void run_unit(const W4a4Args& args, const Unit& unit, const TileBackend& backend) {
   thread_local Unpacked x;
-  unpack(args, unit, x);
+  unpack(args, unit, backend, x);
   const std::int32_t parts = has_residual(args) ? 2 : 1;
   const std::int64_t blocks = args.w.cols / kBlock;
   const auto* tiles =
       reinterpret_cast<const std::uint8_t*>(args.w.expert(unit.expert) + W4a4Weights::kHeaderBytes);
-  std::vector<float*> out(static_cast<std::size_t>(unit.count));
   for (std::int32_t t = unit.tile; t < unit.tile_end; ++t) {
-    for (std::size_t i = 0; i < out.size(); ++i) out[i] = x.out[i] + std::int64_t{t} * kTileOut;
     for (std::int64_t r = 0; r < unit.count; r += kMaxTileRows) {
       Tile tile;
       tile.weights = tiles + t * W4a4Weights::tile_bytes(args.w.cols);
@@ -261,9 +252,10 @@ void run_unit(const W4a4Args& args, const Unit& unit, TileKernel kernel) {
       tile.a = x.a.data() + r * parts * args.w.cols;
       tile.info = x.info.data() + r * parts * blocks;
       tile.shift = x.shift.data() + r;
-      tile.out = out.data() + r;
+      tile.out = x.out.data() + r;
+      tile.column = t * kTileOut;
       tile.width = std::min(kTileOut, args.w.out - t * kTileOut);
-      kernel(tile, parts);
+      backend.multiply(tile, parts);
     }
   }
 }
@@ -275,13 +267,13 @@ void w4a4_on(const W4a4Args& args, Isa isa) {
   check(args, items);
   if (items == 0) return;
   const std::vector<Unit> units = units_of(args, items);
-  const TileKernel kernel = w4a4_tile(isa);
+  const TileBackend backend = w4a4_backend(isa);
   const std::int64_t macs = items * args.w.cols * args.w.out;
   const auto count = static_cast<std::int64_t>(units.size());
   const std::int64_t grain = std::clamp<std::int64_t>(kGrainMacs * count / macs, 1, count);
   parallel_for(count, grain, [&](std::int64_t first, std::int64_t end) {
     for (std::int64_t u = first; u < end; ++u) {
-      run_unit(args, units[static_cast<std::size_t>(u)], kernel);
+      run_unit(args, units[static_cast<std::size_t>(u)], backend);
     }
   });
 }

@@ -24,23 +24,31 @@ void unpack(const std::uint8_t* codes, std::int8_t (&w)[kTileOut][kBlock]) {
   }
 }
 
-}  // namespace
-
-PowerPair power_pair(std::int32_t k) {
-  const std::int32_t first = std::clamp(k, -126, 127);
-  const std::int32_t second = k - first;
-  if (second >= -126) return {power_of_two(first), power_of_two(second)};
-  return {power_of_two(first), float_of(0x00800000u >> (-126 - second))};
+void unpack_row(const PartialRow& row) {
+  for (std::int64_t b = 0; b < row.blocks; ++b) {
+    std::int32_t sum = 0;
+    std::int8_t* a = row.a + b * row.stride * kBlock;
+    for (std::int64_t i = 0; i < kBlock / 2; ++i) {
+      const std::uint32_t pair = row.codes[b * (kBlock / 2) + i];
+      const std::int32_t low = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair & 15)));
+      const std::int32_t high = half_units(static_cast<E2m1>(static_cast<std::uint8_t>(pair >> 4)));
+      a[2 * i] = static_cast<std::int8_t>(low);
+      a[2 * i + 1] = static_cast<std::int8_t>(high);
+      sum += low + high;
+    }
+    row.info[b * row.stride] = {-12 * sum,
+                                row.factor * e4m3_units(static_cast<E4m3>(row.scales[b]))};
+  }
 }
 
-void w4a4_tile_portable(const Tile& tile, std::int32_t parts) {
+void multiply_tile(const Tile& tile, std::int32_t parts) {
   const std::uint8_t* scales = tile.weights + std::int64_t{tile.blocks} * 128;
   std::array<std::array<std::int64_t, kTileOut>, kMaxTileRows> acc{};
   std::int8_t w[kTileOut][kBlock];
   for (std::int32_t b = 0; b < tile.blocks; ++b) {
     unpack(tile.weights + std::int64_t{b} * 128, w);
     for (std::int32_t part = 0; part < tile.rows * parts; ++part) {
-      const std::int64_t block = std::int64_t{part} * tile.blocks + b;
+      const std::int64_t block = std::int64_t{b} * tile.rows * parts + part;
       const std::int8_t* a = tile.a + block * kBlock;
       for (std::int32_t j = 0; j < kTileOut; ++j) {
         std::int32_t dot = 0;
@@ -56,9 +64,20 @@ void w4a4_tile_portable(const Tile& tile, std::int32_t parts) {
     for (std::int32_t j = 0; j < tile.width; ++j) {
       const auto sum =
           static_cast<float>(acc[static_cast<std::size_t>(r)][static_cast<std::size_t>(j)]);
-      tile.out[r][j] = sum * power.first * power.second;
+      tile.out[r][tile.column + j] = sum * power.first * power.second;
     }
   }
 }
+
+}  // namespace
+
+PowerPair power_pair(std::int32_t k) {
+  const std::int32_t first = std::clamp(k, -126, 127);
+  const std::int32_t second = k - first;
+  if (second >= -126) return {power_of_two(first), power_of_two(second)};
+  return {power_of_two(first), float_of(0x00800000u >> (-126 - second))};
+}
+
+TileBackend w4a4_portable() { return {unpack_row, multiply_tile}; }
 
 }  // namespace lockstep::kernels

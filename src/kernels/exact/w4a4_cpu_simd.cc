@@ -2,6 +2,7 @@
 /// surplus, 12 * sum(a), is where each block's sum starts. |dot| <= 2304 and s_w <= 229,376, so
 /// that dot * s_w fits int32; times s_a it is widened to int64, even and odd outputs apart.
 #include "kernels/exact/w4a4_tile.h"
+#include "numerics/e4m3.h"
 
 #if defined(__x86_64__)
 // GCC 12 takes its own undefined-vector idiom for a mistake.
@@ -15,6 +16,23 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr std::int64_t kCodeBytes = 128;  // of a block of 16 outputs
+
+/// Sixteen codes to half units at a time. Their sum is that of the values + 12, less 16 * 12.
+[[gnu::target("avx2")]] void unpack_row_avx2(const PartialRow& row) {
+  const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const __m128i low = _mm_set1_epi8(15);
+  for (std::int64_t b = 0; b < row.blocks; ++b) {
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row.codes + b * 8));
+    const __m128i codes =
+        _mm_unpacklo_epi8(_mm_and_si128(pairs, low), _mm_and_si128(_mm_srli_epi16(pairs, 4), low));
+    const __m128i values = _mm_shuffle_epi8(table, codes);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row.a + b * row.stride * 16), values);
+    const __m128i sums = _mm_sad_epu8(_mm_add_epi8(values, _mm_set1_epi8(12)), _mm_setzero_si128());
+    const std::int32_t sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 12;
+    row.info[b * row.stride] = {-12 * sum,
+                                row.factor * e4m3_units(static_cast<E4m3>(row.scales[b]))};
+  }
+}
 
 std::int32_t four_codes(const std::int8_t* a) {
   std::int32_t word;
@@ -48,6 +66,7 @@ template <int kRows, int kParts>
     const Tile& tile) {
   __m512i even[kRows];
   __m512i odd[kRows];
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_si512();
   const __m512i low = _mm512_set1_epi8(15);
   const std::uint8_t* scales = tile.weights + tile.blocks * kCodeBytes;
@@ -64,7 +83,7 @@ template <int kRows, int kParts>
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int p = 0; p < kParts; ++p) {
-        const std::int64_t block = (r * kParts + p) * blocks + b;
+        const std::int64_t block = b * (kRows * kParts) + r * kParts + p;
         const std::int8_t* a = tile.a + block * 16;
         __m512i dot = _mm512_set1_epi32(tile.info[block].start);
         dot = _mm512_dpbusd_epi32(dot, w0, _mm512_set1_epi32(four_codes(a)));
@@ -81,6 +100,7 @@ template <int kRows, int kParts>
   const auto mask = static_cast<__mmask16>((1u << tile.width) - 1u);
   const __m512i in_order =
       _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const __m512 e = _mm512_castps256_ps512(_mm512_cvtepi64_ps(even[r]));
     const __m512 o = _mm512_castps256_ps512(_mm512_cvtepi64_ps(odd[r]));
@@ -88,7 +108,7 @@ template <int kRows, int kParts>
     const __m512 sum = _mm512_permutex2var_ps(e, in_order, o);
     const __m512 y = _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(power.first)),
                                    _mm512_set1_ps(power.second));
-    _mm512_mask_storeu_ps(tile.out[r], mask, y);
+    _mm512_mask_storeu_ps(tile.out[r] + tile.column, mask, y);
   }
 }
 
@@ -152,7 +172,7 @@ template <int kRows>
     const __m256i s_w = scale_units_avx2(scales + b * kTileOut);
     for (int r = 0; r < kRows; ++r) {
       for (std::int32_t p = 0; p < parts; ++p) {
-        const std::int64_t block = ((first_row + r) * parts + p) * blocks + b;
+        const std::int64_t block = (b * tile.rows + first_row + r) * parts + p;
         const std::int8_t* a = tile.a + block * 16;
         // Eight products of at most 24 * 12 in an int16: 2304, no saturation.
         const __m256i d01 =
@@ -187,7 +207,8 @@ void rows_avx2(const Tile& tile, std::int32_t first_row, std::int32_t parts) {
   for (std::int32_t r = 0; r < kRows; ++r) {
     const PowerPair power = power_pair(tile.shift[first_row + r]);
     for (std::int32_t j = 0; j < tile.width; ++j) {
-      tile.out[first_row + r][j] = static_cast<float>(sums[r][j]) * power.first * power.second;
+      tile.out[first_row + r][tile.column + j] =
+          static_cast<float>(sums[r][j]) * power.first * power.second;
     }
   }
 }
@@ -200,13 +221,13 @@ void w4a4_tile_avx2(const Tile& tile, std::int32_t parts) {
 
 }  // namespace
 
-TileKernel w4a4_tile(Isa isa) {
+TileBackend w4a4_backend(Isa isa) {
   switch (isa) {
-    case Isa::kAvx512: return w4a4_tile_avx512;
-    case Isa::kAvx2: return w4a4_tile_avx2;
+    case Isa::kAvx512: return {unpack_row_avx2, w4a4_tile_avx512};
+    case Isa::kAvx2: return {unpack_row_avx2, w4a4_tile_avx2};
     case Isa::kPortable: break;
   }
-  return w4a4_tile_portable;
+  return w4a4_portable();
 }
 
 }  // namespace lockstep::kernels
@@ -215,7 +236,7 @@ TileKernel w4a4_tile(Isa isa) {
 
 namespace lockstep::kernels {
 
-TileKernel w4a4_tile(Isa) { return w4a4_tile_portable; }
+TileBackend w4a4_backend(Isa) { return w4a4_portable(); }
 
 }  // namespace lockstep::kernels
 

@@ -18,24 +18,39 @@ struct BlockInfo {
 inline constexpr std::int32_t kTileOut = 16;
 inline constexpr std::int32_t kMaxTileRows = 8;
 
-/// The operands of one tile. An activation row is unpacked to half units, one int8 an element; with
-/// a residual, row r has two parts, 2r and 2r + 1, whose products go to one sum.
+/// The operands of one tile. Activations are unpacked to half units, one int8 an element, and lie
+/// block by block: for each block the parts of the tile's rows follow each other. With a residual
+/// row r has two parts, 2r and 2r + 1, whose products go to one sum.
 struct Tile {
   const std::uint8_t* weights = nullptr;  // one tile of W4a4Weights
   std::int32_t blocks = 0;
   std::int32_t rows = 0;                // at most kMaxTileRows
-  const std::int8_t* a = nullptr;       // [rows * parts, blocks * 16]
-  const BlockInfo* info = nullptr;      // [rows * parts, blocks]
+  const std::int8_t* a = nullptr;       // [blocks, rows * parts, 16]
+  const BlockInfo* info = nullptr;      // [blocks, rows * parts]
   const std::int32_t* shift = nullptr;  // [rows] the exponent that the sum is scaled by
-  float* const* out = nullptr;          // [rows]
+  float* const* out = nullptr;          // [rows] each row's output 0
+  std::int32_t column = 0;              // the tile's first output
   std::int32_t width = kTileOut;        // outputs to be written
 };
 
-/// Parts are 1, or 2 with a residual.
-using TileKernel = void (*)(const Tile& tile, std::int32_t parts);
+/// One row of codes on its way into a tile.
+struct PartialRow {
+  const std::uint8_t* codes = nullptr;   // [blocks * 8]
+  const std::uint8_t* scales = nullptr;  // [blocks]
+  std::int64_t blocks = 0;
+  std::int32_t factor = 1;  // of the scales: 1, or 4 and -1 with a residual
+  std::int8_t* a = nullptr;
+  BlockInfo* info = nullptr;
+  std::int64_t stride = 1;  // parts from one block to the next
+};
 
-void w4a4_tile_portable(const Tile& tile, std::int32_t parts);  // the definition
-TileKernel w4a4_tile(Isa isa);
+struct TileBackend {
+  void (*unpack)(const PartialRow& row);
+  void (*multiply)(const Tile& tile, std::int32_t parts);  // 1, or 2 with a residual
+};
+
+TileBackend w4a4_portable();  // the definition
+TileBackend w4a4_backend(Isa isa);
 
 /// 2^k as two factors that FP32 holds, k in [-254, 240]: x * first is exact for every integer x
 /// unless it overflows as x * 2^k does, so that x * first * second rounds once.
