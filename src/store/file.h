@@ -35,6 +35,7 @@ class File {
   bool lock() const;
 
   const std::string& name() const { return name_; }
+  int descriptor() const { return descriptor_; }
 
  private:
   int descriptor_ = -1;

@@ -25,6 +25,11 @@ std::int64_t get_32(std::span<const std::byte> bytes, std::size_t at) {
   return get_le<std::uint32_t>(bytes, at);
 }
 
+// Their numbers are in files: a new one goes behind them.
+static_assert(static_cast<int>(Site::kW13In) == 0 && static_cast<int>(Site::kRouter) == 4);
+static_assert(static_cast<int>(Encoding::kScale) == 1 && static_cast<int>(Encoding::kLsb) == 3);
+static_assert(static_cast<int>(Encoding::kCodes) == 4 && static_cast<int>(Encoding::kBf16) == 7);
+
 /// The frame whose header these 24 bytes are; nothing where they are none.
 std::optional<Frame> parse_frame(std::span<const std::byte> bytes, std::int64_t offset) {
   const auto marker = get_le<std::uint32_t>(bytes, 0);
@@ -218,18 +223,29 @@ class Scanner {
       if (!*frame) {
         const Result<std::int64_t> next = next_frame(offset + 1);
         if (!next) return tl::unexpected(next.error());
-        damage_.drop(file_.name(), offset, *next - offset,
-                     *next == size_ ? "torn tail" : "frame header");
+        if (*next == size_) {
+          damage_.drop(file_.name(), scan_.whole, size_ - scan_.whole, "torn tail");
+          return {};
+        }
+        damage_.drop(file_.name(), offset, *next - offset, "frame header");
         offset = *next;
         continue;
       }
-      if ((*frame)->type == FrameType::kDirectory) {
-        if (const Result<void> done = directory(**frame); !done) return done;
-        scan_.whole = (*frame)->end();
-      }
       offset = (*frame)->end();
+      if ((*frame)->type != FrameType::kDirectory) continue;
+      const std::int64_t before = damage_.bytes;
+      if (const Result<void> done = directory(**frame); !done) return done;
+      if (damage_.bytes > before) orphans((*frame)->offset);
+      scan_.whole = offset;
     }
+    orphans(size_);
     return {};
+  }
+
+  /// What lies between the last whole span and `end` belongs to none.
+  void orphans(std::int64_t end) {
+    if (scan_.whole == end) return;
+    damage_.drop(file_.name(), scan_.whole, end - scan_.whole, "blocks without a directory");
   }
 
   /// Where the next good frame begins at or past `offset`; the file's end when there is none.

@@ -34,7 +34,7 @@ std::size_t copy_rows(std::span<const Run> runs, const std::byte* rows, std::int
 
 void Column::append(std::int32_t position, std::int32_t count, const std::byte* rows) {
   if (rows_ + count > capacity_) {
-    resize(std::max({rows_ + count, capacity_ + capacity_ / 2, std::int64_t{16}}));
+    resize(std::max({rows_ + count, 2 * capacity_, std::int64_t{16}}));
   }
   std::memcpy(bytes_.get() + row_offset(rows_, row_bytes_), rows, row_offset(count, row_bytes_));
   if (position == end_ && !runs_.empty()) {

@@ -59,7 +59,7 @@ Store::Impl::Impl(const Options& given) : options(given) {
                             .disk = found};
   }
   counts.spans_given_up = 0;
-  thread = std::thread([this] { work(); });
+  if (!forgotten.empty()) wake();
 }
 
 Store::Impl::~Impl() {
@@ -99,8 +99,11 @@ void Store::Impl::append_run(Entry& entry, std::size_t number, std::int32_t posi
   std::vector<Column>& columns = entry.body->columns;
   if (number >= columns.size()) columns.resize(schema.size());
   Column& column = columns[number];
+  const std::int64_t before = column.capacity_bytes();
   if (!column.made()) {
     column = Column(rows.place, rows.layout);
+    if (number < typical_rows.size())
+      column.reserve(std::max<std::int64_t>(typical_rows[number], count));
   } else {
     require_layout(column.layout(), rows.layout, rows.place);
   }
@@ -111,7 +114,6 @@ void Store::Impl::append_run(Entry& entry, std::size_t number, std::int32_t posi
                      rows.place.layer.value, ", site ", static_cast<int>(rows.place.site),
                      " is recorded up to ", column.end(), " already"}));
   }
-  const std::int64_t before = column.capacity_bytes();
   column.append(position, count, first);
   const std::int64_t grown = column.capacity_bytes() - before;
   entry.body_bytes += grown;
@@ -132,8 +134,13 @@ void Store::Impl::drop(Entries::iterator found) {
   disk_full = false;  // there may be room now
 }
 
+void Store::Impl::wake() {
+  if (!thread.joinable()) thread = std::thread([this] { work(); });
+  work_cv.notify_one();
+}
+
 void Store::Impl::wake_if_pressed() {
-  if (disk && (wants_spill() || !forgotten.empty())) work_cv.notify_one();
+  if (disk && (wants_spill() || !forgotten.empty())) wake();
 }
 
 std::size_t Store::Impl::read_run(TokenKey first, ContractId contract, const Rows<std::byte>& rows,
@@ -233,7 +240,7 @@ bool Store::admits(std::int64_t bytes) const {
   if (s.disk && s.open_spans == 0) {
     s.disk_full = false;  // ask again: somebody may have made room
     s.wanted_room = bytes;
-    s.work_cv.notify_one();
+    s.wake();
     s.done_cv.wait(lock, [&] {
       return bytes <= s.room() || (!s.busy && s.forgotten.empty() && !s.wants_spill());
     });
@@ -241,7 +248,7 @@ bool Store::admits(std::int64_t bytes) const {
     if (bytes <= s.room()) return true;
   } else if (s.disk) {
     s.wanted_room = std::max(s.wanted_room, bytes);
-    s.work_cv.notify_one();
+    s.wake();
   }
   ++s.counts.holds;
   s.why_held = cat({"records: no room for ", bytes, " more bytes: ", s.ram_used,
@@ -286,7 +293,11 @@ void Store::seal(SpanId span) {
   const std::lock_guard lock(s.mutex);
   Entry& entry = s.open_entry(span, "sealing");
   Body& body = *entry.body;
-  for (Column& column : body.columns) column.shrink();
+  s.typical_rows.resize(s.schema.size());
+  for (std::size_t i = 0; i < body.columns.size(); ++i) {
+    body.columns[i].shrink();
+    s.typical_rows[i] = (3 * s.typical_rows[i] + body.columns[i].rows()) / 4;
+  }
   const std::int64_t bytes = body.capacity_bytes();
   s.ram_used += bytes - entry.body_bytes;
   entry.body_bytes = bytes;
@@ -347,7 +358,7 @@ void Store::prefetch(std::span<const TokenKey> tokens) const {
     if (found == s.spans.end() || !found->second.disk || found->second.body) continue;
     if (s.wanted.empty() || s.wanted.back() != found->first) s.wanted.push_back(found->first);
   }
-  if (!s.wanted.empty()) s.work_cv.notify_one();
+  if (!s.wanted.empty()) s.wake();
 }
 
 void Store::retire(WeightVersion version) {
@@ -377,7 +388,7 @@ Result<void> Store::flush() {
   std::unique_lock lock(s.mutex);
   s.disk_full = false;
   const std::uint64_t ticket = ++s.flush_asked;
-  s.work_cv.notify_one();
+  s.wake();
   s.done_cv.wait(lock, [&] { return s.flush_done >= ticket; });
   if (s.trouble.empty()) return {};
   return fault(s.trouble);

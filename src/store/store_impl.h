@@ -59,6 +59,7 @@ struct Store::Impl {
   void append_run(Entry& entry, std::size_t column, std::int32_t position, std::int32_t count,
                   const Rows<const std::byte>& rows, const std::byte* first);
   void drop(Entries::iterator entry);
+  void wake();
   void wake_if_pressed();
   std::int64_t room() const { return options.ram_bytes - ram_used + clean_bytes; }
 
@@ -87,6 +88,8 @@ struct Store::Impl {
   std::condition_variable done_cv;  // something was done
   Entries spans;
   Schema schema;
+  std::vector<std::int64_t>
+      typical_rows;  // by column, of spans sealed lately: what to make room for
   std::vector<std::pair<SpanId, Entry*>> recent;  // by place in a batch: who was there last
   std::int64_t ram_used = 0;
   std::int64_t clean_bytes = 0;  // of it, in bodies that are on disk too
@@ -116,7 +119,7 @@ struct Store::Impl {
   std::atomic<std::int64_t> read_errors = 0;
   std::atomic<std::int64_t> disk_bytes_read = 0;
 
-  std::thread thread;  // last: it begins when all else is there
+  std::thread thread;  // begun when there is first something to do
 };
 
 }  // namespace lockstep::store

@@ -394,6 +394,7 @@ TEST(Store, OneWritesWhileOthersReadPrefetchAndGiveUp) {
   std::atomic<std::uint64_t> sealed = 0;
   std::atomic<int> wrong = 0;
   std::atomic<int> seen = 0;
+  std::atomic<std::uint64_t> reads = 0;
   const auto reader = [&](unsigned seed) {
     std::mt19937 random(seed);
     while (sealed < kSpans) {
@@ -402,12 +403,14 @@ TEST(Store, OneWritesWhileOthersReadPrefetchAndGiveUp) {
       const int rows = own_span(store, {s}, 0, 30);
       if (rows < 0) ++wrong;
       seen += rows;
+      ++reads;
     }
   };
   std::thread a(reader, 1), b(reader, 2);
   for (std::uint64_t s = 0; s < kSpans; ++s) {
     write_span(store, {s}, 0, 30);
     sealed = s + 1;
+    while (reads < s) std::this_thread::yield();  // or a fast writer leaves nobody a chance
     if (s % 10 == 9) store.release(std::vector<SpanId>{{s - 5}});
   }
   a.join();
