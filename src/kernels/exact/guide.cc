@@ -173,7 +173,13 @@ std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int32_
 class Worker {
  public:
   Worker(const GuideArgs& args, const Shape& shape, GuideKernel kernel, Simd simd, std::int32_t n)
-      : args_(args), shape_(shape), kernel_(kernel), simd_(simd), matrix_exponent_(n) {
+      : args_(args),
+        shape_(shape),
+        kernel_(kernel),
+        simd_(simd),
+        mx_(args.rule.is_mx()),
+        blocks_(shape.span / args.rule.block),
+        matrix_exponent_(n) {
     const auto blocks = static_cast<std::size_t>(shape.span / args.rule.block);
     // block_amaxes() and its users read and write in eights.
     amaxes_.resize(blocks + 8);
@@ -239,15 +245,16 @@ class Worker {
 
   /// The scale of a block, once for each sixteen elements of it.
   void put(std::int64_t block, float value) {
-    const std::int64_t groups = args_.rule.block / 16;
-    for (std::int64_t g = 0; g < groups; ++g) {
-      scales_[static_cast<std::size_t>(block * groups + g)] = value;
+    if (mx_) {
+      scales_[static_cast<std::size_t>(2 * block)] = value;
+      scales_[static_cast<std::size_t>(2 * block + 1)] = value;
+    } else {
+      scales_[static_cast<std::size_t>(block)] = value;
     }
   }
 
   void put_byte(std::int64_t block, std::uint8_t byte, std::int32_t n) {
-    put(block, args_.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
-                                  : scale_value(static_cast<E4m3>(byte), n));
+    put(block, mx_ ? to_float(static_cast<E8m0>(byte)) : scale_value(static_cast<E4m3>(byte), n));
   }
 
   void own_scales(float amax) {
@@ -255,20 +262,19 @@ class Worker {
                            : args_.rule.global == GlobalScale::kStatic ? args_.exponent
                                                                        : matrix_exponent_;
     const GlobalNumbers global = global_of_exponent(n);
-    for (std::int64_t b = 0; b < shape_.span / args_.rule.block; ++b) {
+    for (std::int64_t b = 0; b < blocks_; ++b) {
       put_byte(b, scale_byte(args_.rule, amax_of(b), global), n);
     }
   }
 
   void recorded_scales(const std::uint8_t* bytes, std::int32_t n) {
-    const std::int64_t blocks = shape_.span / args_.rule.block;
-    for (std::int64_t b = 0; b < blocks; ++b) {
+    for (std::int64_t b = 0; b < blocks_; ++b) {
       put_byte(b, bytes[b], n);
     }
   }
 
   void residue_scales(const Record& record, std::int64_t first_block, std::int32_t n) {
-    for (std::int64_t b = 0; b < shape_.span / 16; ++b) {
+    for (std::int64_t b = 0; b < blocks_; ++b) {
       const std::int64_t at = first_block + b;
       const std::uint32_t residue = record.scales[at / 4] >> at % 4 * 2 & 3u;
       put(b, scale_value(scale_of_residue(residue, scale_quotient(amax_of(b), n)), n));
@@ -279,6 +285,8 @@ class Worker {
   const Shape& shape_;
   GuideKernel kernel_;
   Simd simd_;
+  bool mx_;
+  std::int64_t blocks_;  // of a span
   std::int32_t matrix_exponent_;
   std::vector<std::uint16_t> amaxes_;
   std::vector<float> scales_;
