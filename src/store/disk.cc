@@ -163,8 +163,8 @@ Result<std::shared_ptr<const DiskSpan>> Disk::put(const Span& span, ContractId c
                                                   const Body& body) {
   if (const std::int64_t needed = at_most(body); bytes() + needed > options_.disk_bytes) {
     return fault(cat({"trace folder ", options_.folder.string(), ": ", bytes(),
-                      " bytes of store.disk_bytes = ", options_.disk_bytes,
-                      " are in use, a span needs ", needed, "; raise it"}));
+                      " bytes of store.disk = ", options_.disk_bytes, " are in use, a span needs ",
+                      needed, "; raise it"}));
   }
   if (writer_ &&
       (current_->header.contract != contract || current_->size >= options_.segment_bytes)) {

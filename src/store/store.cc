@@ -44,7 +44,7 @@ void require_layout(const RowLayout& held, const RowLayout& asked, Place place) 
 
 Store::Impl::Impl(const Options& given) : options(given) {
   if (options.ram_bytes < 0 || options.disk_bytes < 0 || options.segment_bytes <= 0) {
-    throw Error("store.ram_bytes, store.disk_bytes and store.segment_bytes: must not be negative");
+    throw Error("store.ram and store.disk must not be negative, segment_bytes must be positive");
   }
   if (options.folder.empty()) return;
   disk.emplace(options);
@@ -252,10 +252,10 @@ bool Store::admits(std::int64_t bytes) const {
   }
   ++s.counts.holds;
   s.why_held = cat({"records: no room for ", bytes, " more bytes: ", s.ram_used,
-                    " of store.ram_bytes = ", s.options.ram_bytes, " are in use",
+                    " of store.ram = ", s.options.ram_bytes, " are in use",
                     s.disk ? (s.trouble.empty() ? "" : "; " + s.trouble)
-                           : std::string(" and store.folder is not set"),
-                    s.trouble.empty() ? "; raise store.ram_bytes" : ""});
+                           : std::string(" and store.on_disk is off"),
+                    s.trouble.empty() ? "; raise store.ram" : ""});
   return false;
 }
 

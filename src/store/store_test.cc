@@ -339,7 +339,7 @@ TEST(Store, AFullStoreHoldsBackTheNextSequenceAndDropsNothing) {
   EXPECT_TRUE(store.admits(2500));
   write_span(store, kA, 0, 80);
   EXPECT_FALSE(store.admits(2500));
-  EXPECT_NE(store.held().find("of store.ram_bytes = 3000 are in use and store.folder is not set"),
+  EXPECT_NE(store.held().find("of store.ram = 3000 are in use and store.on_disk is off"),
             std::string::npos);
   EXPECT_EQ(store.metrics().at("fp4/trace/admission_holds"), 1);
   EXPECT_EQ(own_span(store, kA, 0, 80), rows_in_span(0, 80));
@@ -354,7 +354,7 @@ TEST(Store, TheDiskBudgetHoldsBackToo) {
   for (; s < 100 && store.admits(2000); ++s) write_span(store, {s}, 0, 60);
   EXPECT_GE(s, 4u);
   EXPECT_LT(s, 20u);
-  EXPECT_NE(store.held().find("store.disk_bytes = 10000"), std::string::npos) << store.held();
+  EXPECT_NE(store.held().find("store.disk = 10000"), std::string::npos) << store.held();
   EXPECT_LE(store.metrics().at("fp4/trace/disk_bytes"), 10'000);
   for (std::uint64_t i = 0; i < s; ++i) {
     EXPECT_EQ(own_span(store, {i}, 0, 60), rows_in_span(0, 60));
