@@ -134,7 +134,8 @@ TEST_P(W4a4Isa, EqualsTheExactSumForAnyShape) {
   std::uint32_t seed = 1;
   for (const auto [rows, cols, out] :
        {std::array{1, 16, 1}, std::array{3, 32, 16}, std::array{8, 48, 17}, std::array{9, 128, 160},
-        std::array{37, 160, 5}, std::array{33, 64, 128}, std::array{2, 2048, 33}}) {
+        std::array{37, 160, 5}, std::array{33, 64, 128}, std::array{2, 2048, 33},
+        std::array{34, 2048, 100}}) {
     const Packed a = random_packed(rows, cols, ++seed, 40);
     const Packed w = random_packed(out, cols, ++seed, 40, true);
     const std::vector<float> y = product(a, Weights(w).view, GetParam());
@@ -259,7 +260,14 @@ TEST_P(W4a4Isa, AnyBatchTilingAndThreadCountGivesTheSameBits) {
                 {from.data(), {107}, {1}},
                 {to.data(), {107}, {1}},
                 {out.data(), {108, 72}, {72, 1}}};
+  set_threads(1);
   w4a4_on(args, GetParam());
+  const std::vector<float> alone = out;
+  set_threads(3);
+  std::fill(out.begin(), out.end(), -7.0f);
+  w4a4_on(args, GetParam());
+  set_threads(0);
+  EXPECT_EQ(std::memcmp(alone.data(), out.data(), out.size() * sizeof(float)), 0);
   for (std::size_t i = 0; i < from.size(); ++i) {
     const auto expert = static_cast<std::size_t>(
         std::upper_bound(offsets.begin(), offsets.end(), static_cast<int>(i)) - offsets.begin() -
