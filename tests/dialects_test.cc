@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
+#include <iomanip>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -303,6 +306,71 @@ TEST(Dialects, DamagedScalesAreNamed) {
                  "dequantize: the scale byte of row 1, block 1 is 127, must be at most 126; the "
                  "data is damaged");
   }
+}
+
+/// The lines of a document's fenced block of that name. Tests run in the root of the checkout.
+std::vector<std::string> example(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  std::vector<std::string> lines;
+  std::string line;
+  while (std::getline(file, line) && line != "```" + name) {
+  }
+  while (std::getline(file, line) && line != "```") lines.push_back(line);
+  return lines;
+}
+
+std::string hex(const std::vector<std::uint8_t>& bytes) {
+  std::ostringstream out;
+  for (const int byte : bytes) out << ' ' << std::hex << std::setw(2) << std::setfill('0') << byte;
+  return out.str();
+}
+
+/// The numbers of an example's lines that begin with x.
+std::vector<Bf16> numbers_of(const std::vector<std::string>& lines) {
+  std::vector<Bf16> x;
+  for (const std::string& line : lines) {
+    std::istringstream words(line);
+    std::string word;
+    words >> word;
+    if (word != "x") continue;
+    for (float value = 0; words >> value;) x.push_back(to_bf16(value));
+  }
+  return x;
+}
+
+TEST(Formats, TheExampleOfNvfp4) {
+  const auto lines = example("docs/formats/nvfp4.md", "nvfp4");
+  ASSERT_EQ(lines.size(), 5u) << "run in the root of the checkout";
+  const auto x = numbers_of(lines);
+  ASSERT_EQ(x.size(), 32u);
+  const Trip trip = round_trip("lockstep", x, 1);
+  EXPECT_EQ(lines[2], "n      " + std::to_string(exponent_of(trip.packed.global[0])));
+  EXPECT_EQ(lines[3], "scales" + hex(trip.packed.scales));
+  EXPECT_EQ(lines[4], "codes " + hex(trip.packed.codes));
+}
+
+TEST(Formats, TheExampleOfMxfp4) {
+  const auto lines = example("docs/formats/mxfp4.md", "mxfp4");
+  ASSERT_EQ(lines.size(), 6u) << "run in the root of the checkout";
+  const auto x = numbers_of(lines);
+  ASSERT_EQ(x.size(), 32u);
+  for (std::size_t i = 2; i < 6; ++i) {
+    const std::string preset = lines[i].substr(0, lines[i].find(' '));
+    const Trip trip = round_trip(preset, x, 1);
+    EXPECT_EQ(lines[i].substr(8), hex(trip.packed.scales) + hex(trip.packed.codes)) << preset;
+  }
+}
+
+TEST(Formats, TheExampleOfContract) {
+  const Contract contract = contracts::lockstep(8);
+  std::string text;
+  for (const std::string& line : example("docs/formats/contract.md", "contract")) {
+    text += line + "\n";
+  }
+  EXPECT_EQ(text, canonical(contract)) << "run in the root of the checkout";
+  const auto id = example("docs/formats/contract.md", "id");
+  ASSERT_EQ(id.size(), 1u);
+  EXPECT_EQ(std::stoull(id[0], nullptr, 16), contract.id().value);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -321,6 +322,24 @@ TEST(Quantize, R34_AWidthThatIsNoMultipleOfTheBlockIsRefused) {
     std::vector<Bf16> x(static_cast<std::size_t>(cols));
     EXPECT_NE(message_of({.x = matrix(x, 1, cols), .rule = kLockstep}).find("multiple of 16"),
               std::string::npos);
+  }
+}
+
+// Under the address sanitizer: every buffer ends where the last number does.
+TEST(Quantize, R43_TailsAreNotReadOrWrittenPast) {
+  for (const std::int64_t cols : {16, 48, 80, 176, 1040}) {
+    const auto values = random_values(static_cast<std::size_t>(cols), 4, 3);
+    const auto x = std::make_unique<Bf16[]>(static_cast<std::size_t>(cols));
+    std::copy(values.begin(), values.end(), x.get());
+    Packed out(1, cols, 16);
+    out.codes.shrink_to_fit();
+    out.scales.shrink_to_fit();
+    const auto back = std::make_unique<float[]>(static_cast<std::size_t>(cols));
+    quantize({.x = {x.get(), {1, cols}, {cols, 1}, {}}, .rule = kLockstep, .out = out.view()});
+    dequantize(
+        {.codes = out.view(), .rule = kLockstep, .f32 = {back.get(), {1, cols}, {cols, 1}, {}}});
+    QuantizeCounts counts{};
+    EXPECT_EQ(out, definition(values, 1, cols, kLockstep, 0, counts));
   }
 }
 
