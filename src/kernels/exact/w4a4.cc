@@ -81,17 +81,25 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
   }
 }
 
-/// Puts a row of codes into lane `lane` of its tile.
+/// Four nibbles to the low halves of four bytes.
+std::uint32_t spread(std::uint32_t nibbles) {
+  const std::uint32_t pairs = (nibbles | nibbles << 8) & 0x00FF00FFu;
+  return (pairs | pairs << 4) & 0x0F0F0F0Fu;
+}
+
+/// Puts a row of codes into lane `lane` of its tile: eight codes are four bytes there, the first
+/// four codes in their low halves and the last four in their high halves.
 void fill_row(std::uint8_t* tile, std::int32_t lane, std::int32_t blocks, const std::uint8_t* codes,
               const std::uint8_t* scales) {
   std::uint8_t* tile_scales = tile + std::int64_t{blocks} * 128;
-  for (std::int32_t b = 0; b < blocks; ++b) {
-    for (std::int32_t k = 0; k < kBlock; ++k) {
-      const std::uint8_t pair = codes[(b * kBlock + k) / 2];
-      const auto code = static_cast<std::uint8_t>(k % 2 == 0 ? pair & 15 : pair >> 4);
-      std::uint8_t& into = tile[std::int64_t{b} * 128 + k / 8 * 64 + lane * 4 + k % 4];
-      into =
-          static_cast<std::uint8_t>(k % 8 < 4 ? (into & 0xF0) | code : (into & 0x0F) | code << 4);
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    for (std::int64_t half = 0; half < 2; ++half) {
+      const std::uint8_t* from = codes + b * (kBlock / 2) + half * 4;
+      const std::uint32_t first = spread(from[0] | static_cast<std::uint32_t>(from[1]) << 8);
+      const std::uint32_t last = spread(from[2] | static_cast<std::uint32_t>(from[3]) << 8);
+      const std::uint32_t word = first | last << 4;
+      std::uint8_t* into = tile + b * 128 + half * 64 + lane * 4;
+      for (int i = 0; i < 4; ++i) into[i] = static_cast<std::uint8_t>(word >> 8 * i);
     }
     tile_scales[b * kTileOut + lane] = scales[b];
   }

@@ -94,6 +94,19 @@ BENCHMARK(product)
     ->Args({1024, 2048, 1536, 1, 2, 0})
     ->Args({1, 2048, 1536, 8, 2, 0});
 
+// A refit of one expert's gate and up, 2 * 64 x 128.
+void fill(benchmark::State& state) {
+  const Operand w(128, 128);
+  std::vector<std::byte> bytes(static_cast<std::size_t>(W4a4Weights::expert_bytes(128, 128)));
+  const W4a4Weights weights = {bytes.data(), 1, 128, 128};
+  for (auto _ : state) {
+    w4a4_fill(weights, 0, 0, w.view);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * 128 * 128);
+}
+BENCHMARK(fill);
+
 #if defined(__x86_64__)
 [[gnu::target("avx512f,avx512vnni")]] void many_dots(__m512i* sums, std::int64_t count) {
   __m512i acc[8];
