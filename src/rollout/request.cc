@@ -13,6 +13,7 @@ namespace {
 // What span_id() has room for.
 constexpr std::int64_t kPrompts = 1 << 28;
 constexpr std::int64_t kSamples = (1 << 14) - 1;
+constexpr std::int64_t kSpans = 48;  // of 64; the others are for turns and weight updates to come
 
 void check_tokens(const Trajectory& t, const ModelConfig& model) {
   if (t.prompt.value < 0 || t.prompt.value >= kPrompts) {
@@ -36,6 +37,10 @@ void check_path(const Trajectory& t) {
                span.count, " from position ", span.first, ", expected at ", covered}));
     }
     covered += span.count;
+  }
+  if (static_cast<std::int64_t>(t.path.size()) > kSpans) {
+    throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, " has ", t.path.size(),
+                     " spans, at most ", kSpans, " can go on: end it"}));
   }
   if (covered > static_cast<std::int64_t>(t.tokens.size())) {
     throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, ": its path covers ",

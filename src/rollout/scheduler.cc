@@ -170,7 +170,8 @@ std::int32_t Scheduler::admissible(const Waiting& waiting) {
   if (fitting == 0) return 0;
   const auto prompt = static_cast<std::int64_t>(waiting.request.prefix.tokens.size());
   if (!alone) {
-    const auto running = static_cast<std::int64_t>(active_.size());
+    std::int64_t running = 0;
+    for (const auto& [order, sequence] : active_) running += std::max(sequence->forks, 1);
     if (running + samples > options_.max_sequences) return 0;
     if (cache_.free_frames() < cache_.pages_for(prompt) + 1) return 0;
   }
