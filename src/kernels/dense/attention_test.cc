@@ -1,0 +1,319 @@
+#include "kernels/dense/attention.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/vectors.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
+                              .scale = ScaleFormat::kE4m3,
+                              .global = GlobalScale::kStatic,
+                              .global_is_power_of_two = true};
+
+std::vector<Bf16> random_bf16(std::int64_t count, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> gauss;
+  std::vector<Bf16> values;
+  for (std::int64_t i = 0; i < count; ++i) values.push_back(to_bf16(gauss(random)));
+  return values;
+}
+
+/// K or V of some sequences in pages that lie in no order.
+struct Cache {
+  std::vector<std::byte> pool;
+  PagedKv kv;
+  std::vector<std::vector<std::int32_t>> tables;
+  std::vector<std::span<const std::int32_t>> spans;
+
+  Cache(const Quantizer& rule, std::int32_t width, std::int32_t page_tokens,
+        const std::vector<std::int32_t>& lengths) {
+    kv.rule = rule;
+    kv.exponent = -7;
+    kv.page_tokens = page_tokens;
+    kv.row_bytes = rule.element == Element::kBf16 ? 2 * width : width / 2 + width / rule.block;
+    kv.offset = 40;
+    kv.page_bytes = kv.offset + page_tokens * kv.row_bytes + 8;
+    std::int32_t pages = 0;
+    for (const std::int32_t length : lengths) pages += (length + page_tokens - 1) / page_tokens;
+    pool.assign(static_cast<std::size_t>(pages * kv.page_bytes), std::byte{0xFF});
+    kv.pool = pool.data();
+    for (const std::int32_t length : lengths) {
+      tables.emplace_back();
+      for (std::int32_t held = 0; held < length; held += page_tokens) {
+        tables.back().push_back(--pages);
+      }
+    }
+    for (const auto& table : tables) spans.emplace_back(table);
+  }
+};
+
+struct Rows {
+  std::vector<std::int32_t> positions, sequence;
+
+  /// All positions of sequences of these lengths, one sequence after another.
+  explicit Rows(const std::vector<std::int32_t>& lengths) {
+    for (std::size_t s = 0; s < lengths.size(); ++s) {
+      for (std::int32_t p = 0; p < lengths[s]; ++p) {
+        positions.push_back(p);
+        sequence.push_back(static_cast<std::int32_t>(s));
+      }
+    }
+  }
+  PagedRows in(const Cache& cache) const { return {positions, sequence, cache.spans}; }
+  std::int64_t count() const { return static_cast<std::int64_t>(positions.size()); }
+};
+
+struct Shape {
+  std::int32_t heads, kv_heads, dim;
+};
+
+struct Problem {
+  Shape shape;
+  std::vector<std::int32_t> lengths;
+  Rows rows;
+  std::vector<Bf16> q, k, v;
+
+  Problem(Shape s, std::vector<std::int32_t> l) : shape(s), lengths(std::move(l)), rows(lengths) {
+    q = random_bf16(rows.count() * shape.heads * shape.dim, 1);
+    k = random_bf16(rows.count() * kv_width(), 2);
+    v = random_bf16(rows.count() * kv_width(), 3);
+  }
+  std::int32_t kv_width() const { return shape.kv_heads * shape.dim; }
+
+  void write(Cache& to_k, Cache& to_v) const {
+    write_kv(
+        {.x = rows_of(k.data(), rows.count(), kv_width()), .kv = to_k.kv, .rows = rows.in(to_k)},
+        {});
+    write_kv(
+        {.x = rows_of(v.data(), rows.count(), kv_width()), .kv = to_v.kv, .rows = rows.in(to_v)},
+        {});
+  }
+
+  /// Rows first..first+count-1 as one call.
+  std::vector<Bf16> attend(const Cache& k_cache, const Cache& v_cache, std::int64_t first,
+                           std::int64_t count) const {
+    const std::int64_t width = shape.heads * shape.dim;
+    std::vector<Bf16> out(static_cast<std::size_t>(count * width));
+    const auto part = [&](const std::vector<std::int32_t>& of) {
+      return std::span(of).subspan(static_cast<std::size_t>(first),
+                                   static_cast<std::size_t>(count));
+    };
+    attention({.q = rows_of(q.data() + first * width, count, width),
+               .k = k_cache.kv,
+               .v = v_cache.kv,
+               .rows = {part(rows.positions), part(rows.sequence), k_cache.spans},
+               .num_heads = shape.heads,
+               .num_kv_heads = shape.kv_heads,
+               .head_dim = shape.dim,
+               .out = rows_of(out.data(), count, width)},
+              {});
+    return out;
+  }
+};
+
+class AttentionOn : public testing::TestWithParam<Vectors> {
+ protected:
+  void SetUp() override {
+    if (GetParam() > best_vectors()) GTEST_SKIP() << "this machine has no such instructions";
+    set_vectors(GetParam());
+  }
+  void TearDown() override { set_vectors(best_vectors()); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Vectors, AttentionOn,
+                         testing::Values(Vectors::kPortable, Vectors::kAvx2, Vectors::kAvx512));
+
+/// One head of one row in double, with the bound of docs/tolerances.md.
+void check_head(const Problem& p, std::int64_t row, std::int32_t head,
+                const std::vector<Bf16>& out) {
+  const std::int64_t dim = p.shape.dim;
+  const std::int32_t kv_head = head / (p.shape.heads / p.shape.kv_heads);
+  const std::int64_t start = row - p.rows.positions[static_cast<std::size_t>(row)];
+  const auto at = [&](const std::vector<Bf16>& x, std::int64_t index) {
+    return static_cast<double>(to_float(x[static_cast<std::size_t>(index)]));
+  };
+  const double scale = 1 / std::sqrt(static_cast<double>(dim));
+  std::vector<double> score;
+  double score_error = 0;
+  for (std::int64_t j = start; j <= row; ++j) {
+    double sum = 0, size = 0;
+    for (std::int64_t c = 0; c < dim; ++c) {
+      const double term = at(p.q, (row * p.shape.heads + head) * dim + c) *
+                          at(p.k, (j * p.shape.kv_heads + kv_head) * dim + c);
+      sum += term;
+      size += std::abs(term);
+    }
+    score.push_back(sum * scale);
+    score_error =
+        std::max(score_error, (2.0 * static_cast<double>(dim) + 4) * 0x1p-24 * size * scale);
+  }
+  const double top = *std::max_element(score.begin(), score.end());
+  double total = 0;
+  for (double& s : score) total += s = std::exp(s - top);
+  const auto keys = static_cast<double>(score.size());
+  for (std::int64_t c = 0; c < dim; ++c) {
+    double exact = 0, size = 0;
+    for (std::size_t j = 0; j < score.size(); ++j) {
+      const double value =
+          at(p.v, ((start + static_cast<std::int64_t>(j)) * p.shape.kv_heads + kv_head) * dim + c);
+      exact += score[j] / total * value;
+      size += score[j] / total * std::abs(value);
+    }
+    const double bound = (2 * score_error + (2 * keys + 20) * 0x1p-23) * (size + std::abs(exact)) +
+                         0x1p-8 * std::abs(exact);
+    const double got = at(out, (row * p.shape.heads + head) * dim + c);
+    ASSERT_LE(std::abs(got - exact), bound) << "row " << row << " head " << head << " c " << c;
+  }
+}
+
+TEST_P(AttentionOn, IsWithinTheBoundOfTheExactValue) {
+  for (const Shape shape : {Shape{4, 2, 32}, {3, 3, 16}, {8, 1, 64}, {2, 2, 80}}) {
+    const Problem p(shape, {130, 1, 65, 64});
+    Cache k({}, p.kv_width(), 16, p.lengths), v({}, p.kv_width(), 16, p.lengths);
+    p.write(k, v);
+    const auto out = p.attend(k, v, 0, p.rows.count());
+    for (std::int64_t row = 0; row < p.rows.count(); row += row % 64 < 62 ? 7 : 1) {
+      for (std::int32_t head = 0; head < shape.heads; ++head) check_head(p, row, head, out);
+    }
+  }
+}
+
+TEST_P(AttentionOn, ReadsCodesAsTheValuesTheyAreWorth) {
+  for (const Shape shape : {Shape{4, 2, 32}, {3, 3, 16}, {2, 1, 128}}) {
+    const Problem p(shape, {100, 31});
+    const std::int64_t rows = p.rows.count();
+    Cache k4(kNvfp4, p.kv_width(), 16, p.lengths), v4(kNvfp4, p.kv_width(), 16, p.lengths);
+    p.write(k4, v4);
+    Problem worth = p;
+    for (std::vector<Bf16>* x : {&worth.k, &worth.v}) {
+      const std::int64_t width = p.kv_width();
+      std::vector<std::uint8_t> codes(x->size() / 2), scales(x->size() / 16);
+      const PackedView<std::uint8_t> packed = {
+          rows_of(codes.data(), rows, width / 2), rows_of(scales.data(), rows, width / 16), {}};
+      quantize(
+          {.x = rows_of(x->data(), rows, width), .rule = kNvfp4, .exponent = -7, .out = packed});
+      dequantize({.codes = packed,
+                  .rule = kNvfp4,
+                  .exponent = -7,
+                  .bf16 = rows_of(x->data(), rows, width)});
+    }
+    Cache k({}, p.kv_width(), 16, p.lengths), v({}, p.kv_width(), 16, p.lengths);
+    worth.write(k, v);
+    EXPECT_EQ(p.attend(k4, v4, 0, rows), worth.attend(k, v, 0, rows));
+  }
+}
+
+TEST_P(AttentionOn, RowsDoNotDependOnTilesPagesOrInstructions) {
+  const Problem p({4, 2, 32}, {200, 77});
+  Cache k(kNvfp4, p.kv_width(), 16, p.lengths), v(kNvfp4, p.kv_width(), 16, p.lengths);
+  p.write(k, v);
+  const auto all = p.attend(k, v, 0, p.rows.count());
+  const auto same = [&](const std::vector<Bf16>& part, std::int64_t first, std::int64_t count) {
+    const auto from = all.begin() + first * 128;
+    return part == std::vector<Bf16>(from, from + count * 128);
+  };
+  for (const std::int64_t first : {0, 1, 63, 64, 130, 199, 200, 276}) {
+    EXPECT_TRUE(same(p.attend(k, v, first, 1), first, 1)) << "alone, row " << first;
+  }
+  EXPECT_TRUE(same(p.attend(k, v, 5, 40), 5, 40)) << "another chunk";
+  EXPECT_TRUE(same(p.attend(k, v, 180, 90), 180, 90)) << "across sequences";
+  for (const std::int32_t page_tokens : {1, 7, 64, 256}) {
+    Cache k2(kNvfp4, p.kv_width(), page_tokens, p.lengths);
+    Cache v2(kNvfp4, p.kv_width(), page_tokens, p.lengths);
+    p.write(k2, v2);
+    EXPECT_TRUE(p.attend(k2, v2, 0, p.rows.count()) == all) << "pages of " << page_tokens;
+  }
+  set_vectors(Vectors::kPortable);
+  EXPECT_TRUE(p.attend(k, v, 0, p.rows.count()) == all) << "the definition";
+}
+
+/// R47: for head counts that divide by 4 and that do not, what lies in the pages is what direct
+/// quantization of the row gives.
+TEST(Attention, R47_PagesHoldWhatQuantizationGives) {
+  for (const std::int32_t heads : {3, 4, 8}) {
+    for (const std::int32_t dim : {16, 32, 64}) {
+      const std::int32_t width = heads * dim;
+      const std::vector<std::int32_t> lengths = {33};
+      const Rows rows(lengths);
+      const auto x = random_bf16(rows.count() * width, 4);
+      Cache cache(kNvfp4, width, 16, lengths);
+      write_kv(
+          {.x = rows_of(x.data(), rows.count(), width), .kv = cache.kv, .rows = rows.in(cache)},
+          {});
+      for (std::int32_t row = 0; row < 33; ++row) {
+        std::vector<std::uint8_t> direct(static_cast<std::size_t>(width / 2 + width / 16));
+        quantize({.x = rows_of(x.data() + row * width, 1, width),
+                  .rule = kNvfp4,
+                  .exponent = -7,
+                  .out = {rows_of(direct.data(), 1, width / 2),
+                          rows_of(direct.data() + width / 2, 1, width / 16),
+                          {}}});
+        EXPECT_EQ(0, std::memcmp(cache.kv.row(cache.tables[0], row), direct.data(), direct.size()))
+            << heads << " heads of " << dim << ", row " << row;
+      }
+    }
+  }
+}
+
+/// R53: rows scattered over pages leave every other byte as it was.
+TEST(Attention, R53_ScatteredRowsTouchNothingElse) {
+  for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
+    const std::vector<std::int32_t> lengths = {40, 40};
+    Cache together(rule, 64, 16, lengths), one_by_one(rule, 64, 16, lengths);
+    const std::vector<std::int32_t> positions = {17, 3, 39, 16, 0};
+    const std::vector<std::int32_t> sequence = {1, 0, 0, 0, 1};
+    const auto x = random_bf16(5 * 64, 5);
+    write_kv({.x = rows_of(x.data(), 5, 64),
+              .kv = together.kv,
+              .rows = {positions, sequence, together.spans}},
+             {});
+    std::vector<std::uint8_t> ours(together.pool.size(), 0);
+    for (std::size_t i = 0; i < 5; ++i) {
+      write_kv({.x = rows_of(x.data() + i * 64, 1, 64),
+                .kv = one_by_one.kv,
+                .rows = {std::span(positions).subspan(i, 1), std::span(sequence).subspan(i, 1),
+                         one_by_one.spans}},
+               {});
+      const auto row =
+          together.kv.row(together.tables[static_cast<std::size_t>(sequence[i])], positions[i]) -
+          together.pool.data();
+      std::fill_n(ours.begin() + row, together.kv.row_bytes, std::uint8_t{1});
+    }
+    EXPECT_EQ(together.pool, one_by_one.pool);
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      ASSERT_TRUE(ours[i] != 0 || together.pool[i] == std::byte{0xFF}) << i;
+    }
+  }
+}
+
+TEST(Attention, SaysWhatIsWrong) {
+  const Problem p({4, 2, 32}, {10});
+  Cache cache({}, p.kv_width(), 16, p.lengths);
+  const auto x = rows_of(p.k.data(), 1, 64);
+  const std::vector<std::int32_t> beyond = {16}, negative = {-1}, zero = {0}, other = {1};
+  EXPECT_THROW(write_kv({.x = x, .kv = cache.kv, .rows = {beyond, zero, cache.spans}}, {}), Error);
+  EXPECT_THROW(write_kv({.x = x, .kv = cache.kv, .rows = {negative, zero, cache.spans}}, {}),
+               Error);
+  EXPECT_THROW(write_kv({.x = x, .kv = cache.kv, .rows = {zero, other, cache.spans}}, {}), Error);
+  EXPECT_THROW(
+      write_kv({.x = rows_of(p.k.data(), 1, 32), .kv = cache.kv, .rows = {zero, zero, cache.spans}},
+               {}),
+      Error);
+  for (const std::byte b : cache.pool) ASSERT_EQ(b, std::byte{0xFF}) << "nothing is half-written";
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
