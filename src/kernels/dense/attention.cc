@@ -1,5 +1,6 @@
 #include "kernels/dense/attention.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/parallel.h"
@@ -70,15 +71,110 @@ std::vector<AttentionTile> tiles(const AttentionArgs& args) {
   return result;
 }
 
-void run_tile(const AttentionArgs& args, const KvTables& k, const KvTables& v,
-              const AttentionTile& tile, AttentionScratch& scratch) {
+AttentionOps ops() {
   switch (vectors()) {
     case Vectors::kAvx512Bf16:
-    case Vectors::kAvx512: return attention_avx512(args, k, v, tile, scratch);
-    case Vectors::kAvx2: return attention_avx2(args, k, v, tile, scratch);
-    case Vectors::kPortable: return attention_portable(args, k, v, tile, scratch);
+    case Vectors::kAvx512: return attention_avx512();
+    case Vectors::kAvx2: return attention_avx2();
+    case Vectors::kPortable: break;
   }
+  return attention_portable();
 }
+
+/// What a tile works on. One a thread; memory is kept.
+class TileRunner {
+ public:
+  void run(const AttentionArgs& args, const AttentionOps& ops, const KvTables& k_tables,
+           const KvTables& v_tables, const AttentionTile& tile) {
+    stride_ = (args.head_dim + kLanes - 1) / kLanes * kLanes;
+    group_ = args.num_heads / args.num_kv_heads;
+    begin(args, tile);
+    const auto* position = args.rows.positions.data() + tile.first_row;
+    const std::int32_t last = position[tile.rows - 1];
+    const auto sequence = args.rows.sequence[static_cast<std::size_t>(tile.first_row)];
+    KvBlock read{.kv = &args.k,
+                 .tables = &k_tables,
+                 .pages = args.rows.pages[static_cast<std::size_t>(sequence)],
+                 .first = 0,
+                 .count = 0,
+                 .head = tile.kv_head,
+                 .heads = args.num_kv_heads,
+                 .dim = args.head_dim,
+                 .stride = stride_,
+                 .out = nullptr};
+    HeadBlock block{.keys = keys_.data(),
+                    .values = values_.data(),
+                    .count = 0,
+                    .stride = stride_,
+                    .scale = 1.0f / std::sqrt(static_cast<float>(args.head_dim))};
+    for (; read.first <= last; read.first += kKeyBlock) {
+      read.count = std::min(kKeyBlock, last + 1 - read.first);
+      read.kv = &args.k;
+      read.tables = &k_tables;
+      read.out = keys_.data();
+      ops.read(read);
+      read.kv = &args.v;
+      read.tables = &v_tables;
+      read.out = values_.data();
+      ops.read(read);
+      for (std::int64_t row = 0; row < tile.rows; ++row) {
+        if (position[row] < read.first) continue;
+        block.count = std::min(kKeyBlock, position[row] + 1 - read.first);
+        for (std::int64_t head = row * group_; head < (row + 1) * group_; ++head) {
+          ops.take(block, heads_[static_cast<std::size_t>(head)]);
+        }
+      }
+    }
+    end(args, tile);
+  }
+
+ private:
+  /// Queries in FP32, padded with zeros; sums and totals at their start.
+  void begin(const AttentionArgs& args, const AttentionTile& tile) {
+    const std::int64_t dim = args.head_dim;
+    const auto heads = static_cast<std::size_t>(tile.rows * group_);
+    const auto width = static_cast<std::size_t>(stride_);
+    if (dim != dim_) {  // what is past C stays 0
+      dim_ = dim;
+      keys_.assign(kKeyBlock * width, 0.0f);
+      values_.assign(kKeyBlock * width, 0.0f);
+    }
+    q_.assign(heads * width, 0.0f);
+    sums_.assign(heads * width, 0.0f);
+    heads_.resize(heads);
+    for (std::int64_t row = 0; row < tile.rows; ++row) {
+      const Bf16* q =
+          args.q.data + (tile.first_row + row) * args.q.stride[0] + tile.kv_head * group_ * dim;
+      for (std::int64_t g = 0; g < group_; ++g) {
+        const auto head = static_cast<std::size_t>(row * group_ + g);
+        float* to = q_.data() + head * width;
+        for (std::int64_t c = 0; c < dim; ++c) to[place_of(c, dim)] = to_float(q[g * dim + c]);
+        heads_[head] = {to, sums_.data() + head * width, -std::numeric_limits<float>::infinity(),
+                        0.0f};
+      }
+    }
+  }
+
+  void end(const AttentionArgs& args, const AttentionTile& tile) const {
+    const std::int64_t dim = args.head_dim;
+    for (std::int64_t row = 0; row < tile.rows; ++row) {
+      Bf16* out =
+          args.out.data + (tile.first_row + row) * args.out.stride[0] + tile.kv_head * group_ * dim;
+      for (std::int64_t g = 0; g < group_; ++g) {
+        const HeadState& head = heads_[static_cast<std::size_t>(row * group_ + g)];
+        for (std::int64_t c = 0; c < dim; ++c) {
+          out[g * dim + c] = to_bf16(head.sums[place_of(c, dim)] / head.total);
+        }
+      }
+    }
+  }
+
+  std::int64_t stride_ = 0;  // C rounded up to 16
+  std::int64_t group_ = 0;   // heads that share a KV head
+  std::int64_t dim_ = 0;     // C that keys_ and values_ are laid out for
+  std::vector<float> keys_, values_, q_, sums_;
+  std::vector<HeadState> heads_;
+};
 
 /// Codes of all rows side by side, before they go to their pages. One a thread that calls.
 struct Staging {
@@ -141,11 +237,12 @@ void attention(const AttentionArgs& args, Stream) {
   const std::vector<AttentionTile> work = tiles(args);
   const KvTables k_tables(args.k.exponent);
   const KvTables v_tables(args.v.exponent);
+  const AttentionOps loops = ops();
   parallel_for(
       static_cast<std::int64_t>(work.size()), 4, [&](std::int64_t first, std::int64_t end) {
-        static thread_local AttentionScratch scratch;
+        static thread_local TileRunner runner;
         for (; first < end; ++first) {
-          run_tile(args, k_tables, v_tables, work[static_cast<std::size_t>(first)], scratch);
+          runner.run(args, loops, k_tables, v_tables, work[static_cast<std::size_t>(first)]);
         }
       });
 }

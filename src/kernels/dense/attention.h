@@ -44,9 +44,9 @@ struct AttentionArgs {
 /// out = softmax(q k^T / sqrt(C)) v over positions 0..p of the row's sequence, all in FP32, rounded
 /// once. K and V of the pass itself must have been written.
 ///
-/// Order, of which nothing depends on batch, chunks or pages: a score is the chain over C; keys are
-/// taken in blocks of 64 by absolute position with a running maximum; a block's probabilities are
-/// summed in 16 lanes; a value's sum is the chain over keys, scaled when the maximum moves.
+/// Order, of which nothing depends on batch, chunks or pages: keys are taken in blocks of 64 by
+/// absolute position with a running maximum; a score is summed in 16 lanes over C, a block's
+/// probabilities in 16 lanes over its keys, a value in 4 chains over them, by fused multiply-adds.
 /// Throws Error naming what is wrong.
 void attention(const AttentionArgs& args, Stream stream);
 

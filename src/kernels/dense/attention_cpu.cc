@@ -2,10 +2,18 @@
 
 namespace lockstep::kernels {
 
-void attention_portable(const AttentionArgs& args, const KvTables& k_tables,
-                        const KvTables& v_tables, const AttentionTile& tile,
-                        AttentionScratch& scratch) {
-  attention_tile_body(args, k_tables, v_tables, tile, scratch);
+KvTables::KvTables(std::int8_t exponent) {
+  const float global = float_of(static_cast<std::uint32_t>(127 + exponent) << 23);
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    pairs[byte][0] = to_float(static_cast<E2m1>(static_cast<std::uint8_t>(byte & 15)));
+    pairs[byte][1] = to_float(static_cast<E2m1>(static_cast<std::uint8_t>(byte >> 4)));
+    scales[byte] = to_float(static_cast<E4m3>(static_cast<std::uint8_t>(byte & 127))) * global;
+  }
+}
+
+AttentionOps attention_portable() {
+  return {.read = [](const KvBlock& block) { read_block(block); },
+          .take = [](const HeadBlock& block, HeadState& head) { take_block(block, head); }};
 }
 
 }  // namespace lockstep::kernels

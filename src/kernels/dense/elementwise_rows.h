@@ -46,60 +46,31 @@ namespace lockstep::kernels {
   y = radius * ((quarter & 2u) != 0 ? -d : d);
 }
 
-/// philox() of 16 counters that differ in their last word.
+/// What a draw of 16 counters gives: words 0..3 of each.
 struct PhiloxLanes {
   std::uint32_t word[4][kLanes];
-
-  [[gnu::always_inline]] void draw(std::uint64_t seed, const PhiloxWords& counter) {
-    for (std::uint32_t j = 0; j < kLanes; ++j) {
-      word[0][j] = counter[0];
-      word[1][j] = counter[1];
-      word[2][j] = counter[2];
-      word[3][j] = counter[3] + j;
-    }
-    auto key0 = static_cast<std::uint32_t>(seed);
-    auto key1 = static_cast<std::uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      for (std::size_t j = 0; j < kLanes; ++j) {
-        const std::uint64_t a = std::uint64_t{0xD2511F53} * word[0][j];
-        const std::uint64_t b = std::uint64_t{0xCD9E8D57} * word[2][j];
-        word[0][j] = static_cast<std::uint32_t>(b >> 32) ^ word[1][j] ^ key0;
-        word[1][j] = static_cast<std::uint32_t>(b);
-        word[2][j] = static_cast<std::uint32_t>(a >> 32) ^ word[3][j] ^ key1;
-        word[3][j] = static_cast<std::uint32_t>(a);
-      }
-      key0 += 0x9E3779B9;
-      key1 += 0xBB67AE85;
-    }
-  }
 };
 
-[[gnu::always_inline]] inline void drift_noise_rows(const DriftNoiseArgs& args, std::int64_t first,
-                                                    std::int64_t end) {
-  const std::int64_t cols = args.x.shape[1];
-  const float sigma = args.sigma * 0.707106781f;
-  for (std::int64_t row = first; row < end; ++row) {
-    Bf16* x = args.x.data + row * args.x.stride[0];
-    const float rms = std::sqrt(sum_of_squares(x, cols) / static_cast<float>(cols));
-    const auto i = static_cast<std::size_t>(row);
-    for (std::int64_t at = 0; at < cols; at += 2 * kLanes) {
-      PhiloxLanes words;
-      words.draw(args.seed,
-                 philox_counter(args.streams[i], static_cast<std::uint32_t>(args.positions[i]),
-                                (args.site << 16) + static_cast<std::uint32_t>(at / 2)));
-      float noise[2][2][kLanes];  // [even or odd element][e1 or e2]
-      for (std::size_t j = 0; j < kLanes; ++j) {
-        gaussians(words.word[0][j], words.word[1][j], noise[0][0][j], noise[0][1][j]);
-      }
-      for (std::size_t j = 0; j < kLanes; ++j) {
-        gaussians(words.word[2][j], words.word[3][j], noise[1][0][j], noise[1][1][j]);
-      }
-      const std::int64_t count = cols - at < 2 * kLanes ? cols - at : 2 * kLanes;
-      for (std::int64_t k = 0; k < count; ++k) {
-        const float value = to_float(x[at + k]);
-        const float drift = rms * noise[k % 2][0][k / 2] + value * noise[k % 2][1][k / 2];
-        x[at + k] = to_bf16(value + sigma * drift);
-      }
+/// philox() of 16 counters that differ in their last word by 0..15.
+[[gnu::always_inline]] inline void philox_lanes(std::uint64_t seed, const PhiloxWords& counter,
+                                                PhiloxLanes& out) {
+  for (std::uint32_t j = 0; j < kLanes; ++j) {
+    const PhiloxWords words = philox(seed, {counter[0], counter[1], counter[2], counter[3] + j});
+    for (std::size_t i = 0; i < 4; ++i) out.word[i][j] = words[i];
+  }
+}
+
+/// 32 elements: x[i] + sigma * (rms * e1 + x[i] * e2) for the draw of their pairs.
+[[gnu::always_inline]] inline void add_noise(const PhiloxLanes& draw, float rms, float sigma,
+                                             float (&x)[2 * kLanes]) {
+  for (std::size_t odd = 0; odd < 2; ++odd) {
+    float e1[kLanes], e2[kLanes];
+    for (std::size_t j = 0; j < kLanes; ++j) {
+      gaussians(draw.word[2 * odd][j], draw.word[2 * odd + 1][j], e1[j], e2[j]);
+    }
+    for (std::size_t j = 0; j < kLanes; ++j) {
+      float& value = x[2 * j + odd];
+      value += sigma * (rms * e1[j] + value * e2[j]);
     }
   }
 }
@@ -145,7 +116,9 @@ struct ElementwiseOps {
   bool (*add)(const Bf16* x, std::int64_t cols, Bf16* h);
   bool (*finite)(const Bf16* x, std::int64_t cols);
   void (*combine)(const CombineArgs& args, std::int64_t first, std::int64_t end);
-  void (*noise)(const DriftNoiseArgs& args, std::int64_t first, std::int64_t end);
+  /// 32 elements, of a row whose first counter is given.
+  void (*noise)(std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
+                float (&x)[2 * kLanes]);
 };
 
 ElementwiseOps elementwise_portable();

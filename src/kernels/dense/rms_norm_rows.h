@@ -12,6 +12,7 @@ namespace lockstep::kernels {
                                                 std::int64_t cols, Bf16* y) {
   const float mean = sum_of_squares(x, cols) / static_cast<float>(cols);
   const float inverse = 1.0f / std::sqrt(mean + eps);
+#pragma GCC ivdep  // y is x, or apart
   for (std::int64_t i = 0; i < cols; ++i) {
     const Bf16 normal = to_bf16(to_float(x[i]) * inverse);
     y[i] = to_bf16(to_float(normal) * to_float(weight[i]));

@@ -16,6 +16,7 @@ namespace lockstep::kernels {
     const float* sin = args.table->sin(position);
     for (Bf16* head = x; head < x + args.x.shape[1]; head += dim) {
       if (!args.norm.empty()) rms_norm_row(head, args.norm.data(), args.eps, dim, head);
+#pragma GCC ivdep  // the halves are apart
       for (std::int64_t i = 0; i < half; ++i) {
         const float a = to_float(head[i]);
         const float b = to_float(head[i + half]);
