@@ -53,11 +53,11 @@ void noise_row(const DriftNoiseArgs& args, std::int64_t row,
   PhiloxWords counter = philox_counter(
       args.streams[i], static_cast<std::uint32_t>(args.positions[i]), args.site << 16);
   for (std::int64_t at = 0; at < cols; at += 2 * kLanes, counter[3] += kLanes) {
-    float values[2 * kLanes] = {};
+    float values[2][kLanes] = {};
     const std::int64_t count = std::min(cols - at, 2 * kLanes);
-    for (std::int64_t k = 0; k < count; ++k) values[k] = to_float(x[at + k]);
+    for (std::int64_t k = 0; k < count; ++k) values[k % 2][k / 2] = to_float(x[at + k]);
     noise(args.seed, counter, rms, sigma, values);
-    for (std::int64_t k = 0; k < count; ++k) x[at + k] = to_bf16(values[k]);
+    for (std::int64_t k = 0; k < count; ++k) x[at + k] = to_bf16(values[k % 2][k / 2]);
   }
 }
 

@@ -10,7 +10,7 @@ ElementwiseOps elementwise_portable() {
                     std::int64_t end) { combine_rows(args, first, end); },
       .noise =
           [](std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
-             float(&x)[2 * kLanes]) {
+             float(&x)[2][kLanes]) {
             PhiloxLanes draw;
             philox_lanes(seed, counter, draw);
             add_noise(draw, rms, sigma, x);

@@ -63,7 +63,7 @@ draw_avx512(std::uint64_t seed, const PhiloxWords& counter, std::uint32_t first,
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
 noise_avx512(std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
-             float (&x)[2 * kLanes]) {
+             float (&x)[2][kLanes]) {
   PhiloxLanes draw;
   for (std::uint32_t first = 0; first < kLanes; first += 16) {
     draw_avx512(seed, counter, first, draw);
@@ -124,8 +124,7 @@ __attribute__((target("avx2,fma"), always_inline)) inline void draw_avx2(std::ui
 }
 
 __attribute__((target("avx2,fma"))) void noise_avx2(std::uint64_t seed, const PhiloxWords& counter,
-                                                    float rms, float sigma,
-                                                    float (&x)[2 * kLanes]) {
+                                                    float rms, float sigma, float (&x)[2][kLanes]) {
   PhiloxLanes draw;
   for (std::uint32_t first = 0; first < kLanes; first += 8) {
     draw_avx2(seed, counter, first, draw);

@@ -60,19 +60,22 @@ struct PhiloxLanes {
   }
 }
 
-/// 32 elements: x[i] + sigma * (rms * e1 + x[i] * e2) for the draw of their pairs.
-[[gnu::always_inline]] inline void add_noise(const PhiloxLanes& draw, float rms, float sigma,
-                                             float (&x)[2 * kLanes]) {
-  for (std::size_t odd = 0; odd < 2; ++odd) {
-    float e1[kLanes], e2[kLanes];
-    for (std::size_t j = 0; j < kLanes; ++j) {
-      gaussians(draw.word[2 * odd][j], draw.word[2 * odd + 1][j], e1[j], e2[j]);
-    }
-    for (std::size_t j = 0; j < kLanes; ++j) {
-      float& value = x[2 * j + odd];
-      value += sigma * (rms * e1[j] + value * e2[j]);
-    }
+/// x[i] + sigma * (rms * e1 + x[i] * e2) of 16 elements, for the draw of two words each.
+[[gnu::always_inline]] inline void add_noise(const std::uint32_t (&a)[kLanes],
+                                             const std::uint32_t (&b)[kLanes], float rms,
+                                             float sigma, float (&x)[kLanes]) {
+  for (std::size_t j = 0; j < kLanes; ++j) {
+    float e1, e2;
+    gaussians(a[j], b[j], e1, e2);
+    x[j] += sigma * (rms * e1 + x[j] * e2);
   }
+}
+
+/// 32 elements, even ones first.
+[[gnu::always_inline]] inline void add_noise(const PhiloxLanes& draw, float rms, float sigma,
+                                             float (&x)[2][kLanes]) {
+  add_noise(draw.word[0], draw.word[1], rms, sigma, x[0]);
+  add_noise(draw.word[2], draw.word[3], rms, sigma, x[1]);
 }
 
 /// h = bf16(h + x) of a row; is it finite?
@@ -116,9 +119,9 @@ struct ElementwiseOps {
   bool (*add)(const Bf16* x, std::int64_t cols, Bf16* h);
   bool (*finite)(const Bf16* x, std::int64_t cols);
   void (*combine)(const CombineArgs& args, std::int64_t first, std::int64_t end);
-  /// 32 elements, of a row whose first counter is given.
+  /// 32 elements, even ones first, whose first counter is given.
   void (*noise)(std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
-                float (&x)[2 * kLanes]);
+                float (&x)[2][kLanes]);
 };
 
 ElementwiseOps elementwise_portable();
