@@ -3,52 +3,18 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
-#include <map>
 #include <random>
 
 #include "kernels/exact/guide.h"
 #include "kernels/exact/quantize.h"
 #include "numerics/bf16.h"
 #include "ops/experts.h"
+#include "train/testing.h"
 
 namespace lockstep::train {
 namespace {
 
 using at::Tensor;
-
-/// Rows by token, place and encoding; what is not there is absent.
-class FakeTrace final : public TraceSource {
- public:
-  using Key = std::tuple<TokenKey, Place, Encoding>;
-
-  std::size_t read(std::span<const TokenKey> tokens, ContractId, Rows<std::byte> rows,
-                   std::span<std::uint8_t> present) const override {
-    const auto width = static_cast<std::size_t>(rows.layout.bytes());
-    std::size_t found = 0;
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      const auto row = rows_.find({tokens[i], rows.place, rows.layout.encoding});
-      present[i] = row != rows_.end() ? 1 : 0;
-      std::memset(&rows.bytes[i * width], 0, width);
-      if (row == rows_.end()) continue;
-      EXPECT_EQ(row->second.size(), width);
-      std::memcpy(&rows.bytes[i * width], row->second.data(), width);
-      ++found;
-    }
-    return found;
-  }
-  void prefetch(std::span<const TokenKey>) const override {}
-
-  void put(TokenKey token, Place place, Encoding encoding, std::vector<std::uint8_t> row) {
-    rows_[{token, place, encoding}] = std::move(row);
-  }
-  void forget(TokenKey token, Place place, Encoding encoding) {
-    rows_.erase({token, place, encoding});
-  }
-
- private:
-  std::map<Key, std::vector<std::uint8_t>> rows_;
-};
 
 constexpr Layer kLayer{1};
 constexpr std::int32_t kTokens = 24;
