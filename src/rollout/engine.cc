@@ -431,6 +431,8 @@ bool Engine::idle() const { return impl_->scheduler.idle(); }
 
 bool Engine::held_back() const { return impl_->held_back; }
 
+std::string Engine::held() const { return impl_->trace != nullptr ? impl_->trace->held() : ""; }
+
 std::vector<Trajectory> Engine::step() {
   std::vector<Trajectory> out;
   for (auto& [order, trajectory] : impl_->step()) out.push_back(std::move(trajectory));
@@ -498,7 +500,7 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
         const auto at = std::find(numbers.begin(), numbers.end(), order.request) - numbers.begin();
         out[static_cast<std::size_t>(at)] = std::move(trajectory);
       }
-      if (held_back()) throw_held_back();
+      if (held_back()) throw_held_back(held());
     }
   } catch (...) {
     abort();

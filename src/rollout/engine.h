@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/metrics.h"
@@ -66,6 +67,8 @@ class Engine {
   /// Did the last step() run nothing because the record store has no room? What waits is admitted
   /// once records are released.
   bool held_back() const;
+  /// Why, in the store's words: one line.
+  std::string held() const;
 
   /// Ends what runs or waits, as kAborted and with its spans sealed. A request whose prompt was not
   /// yet read comes back once a sample, with the prompt alone.

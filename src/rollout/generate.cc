@@ -24,7 +24,7 @@ std::vector<Trajectory> generate(Engine& engine, std::vector<Request> requests) 
         const std::size_t place = places.at({trajectory.prompt, trajectory.sample});
         results.emplace_back(place, std::move(trajectory));
       }
-      if (engine.held_back()) throw_held_back();
+      if (engine.held_back()) throw_held_back(engine.held());
     }
   } catch (...) {
     engine.abort();

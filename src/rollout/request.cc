@@ -130,10 +130,10 @@ void prepare_scoring(Trajectory& t, const ModelConfig& model) {
   t.rollout_logp.assign(t.tokens.size(), 0.0f);
 }
 
-void throw_held_back() {
-  throw Error(
-      "the record store has no room for one more sequence: raise its budget (ram_bytes, "
-      "disk_bytes) or lower max_new_tokens");
+void throw_held_back(const std::string& why) {
+  throw Error(cat({"the record store has no room for one more sequence",
+                   why.empty() ? std::string(": raise its budget") : "; " + why,
+                   "; or lower rollout.max_new_tokens"}));
 }
 
 }  // namespace lockstep::rollout

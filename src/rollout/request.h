@@ -20,6 +20,6 @@ void check_request(Request& request, const ModelConfig& model, bool recorded);
 /// empty) and clears its log-probs.
 void prepare_scoring(Trajectory& trajectory, const ModelConfig& model);
 
-[[noreturn]] void throw_held_back();
+[[noreturn]] void throw_held_back(const std::string& why);
 
 }  // namespace lockstep::rollout

@@ -25,6 +25,10 @@ std::uint64_t number_of(const std::filesystem::path& path) {
   return parsed.ec == std::errc() && parsed.ptr == stem.data() + stem.size() ? number : 0;
 }
 
+Fault remedied(const Fault& fault) {
+  return {fault.message + "; make room there, or raise store.ram"};
+}
+
 /// More than a span will take: rows and all framing.
 std::int64_t at_most(const Body& body) {
   constexpr std::int64_t kPerBlock = kFrameBytes + kBlockHeaderBytes + kBlockRefBytes;
@@ -172,11 +176,11 @@ Result<std::shared_ptr<const DiskSpan>> Disk::put(const Span& span, ContractId c
   }
   if (!writer_) {
     if (const Result<void> begun = begin_segment(contract); !begun) {
-      return tl::unexpected(begun.error());
+      return tl::unexpected(remedied(begun.error()));
     }
   }
   Result<StoredSpan> stored = writer_->append(span, body);
-  if (!stored) return tl::unexpected(stored.error());
+  if (!stored) return tl::unexpected(remedied(stored.error()));
   bytes_ += stored->bytes;
   current_->size += stored->bytes;
   ++current_->live;
