@@ -237,6 +237,14 @@ class Rows {
 template <typename T>
 thread_local std::vector<std::uint16_t> Rows<T>::amaxes_;
 
+[[noreturn]] void throw_nonfinite(const std::vector<Bf16>& weight, std::int64_t cols) {
+  const auto bad =
+      std::find_if_not(weight.begin(), weight.end(), [](Bf16 x) { return is_finite(x); });
+  const std::int64_t at = bad - weight.begin();
+  throw Error(cat({"quantize: the weight at row ", at / cols, ", column ", at % cols,
+                   " is not a finite BF16 number; it must be before it can have codes"}));
+}
+
 }  // namespace
 
 void quantize(const QuantizeArgs& args, Stream) {
@@ -252,21 +260,17 @@ void quantize_weight(TensorView<const float, 2> master, const Quantizer& rule,
                      const PackedView<std::uint8_t>& out) {
   const auto [rows, cols] = master.shape;
   std::vector<Bf16> rounded(static_cast<std::size_t>(rows * cols));
+  std::atomic<bool> finite = true;
   parallel_for(rows, kGrainElements / std::max<std::int64_t>(cols, 1),
                [&](std::int64_t first, std::int64_t end) {
                  for (std::int64_t row = first; row < end; ++row) {
                    const float* x = master.data + row * master.stride[0];
                    Bf16* to = rounded.data() + row * cols;
                    for (std::int64_t col = 0; col < cols; ++col) to[col] = to_bf16(x[col]);
+                   if (!is_finite(row_amax(to, cols))) finite = false;
                  }
                });
-  const auto bad =
-      std::find_if_not(rounded.begin(), rounded.end(), [](Bf16 value) { return is_finite(value); });
-  if (bad != rounded.end()) {
-    const std::int64_t at = bad - rounded.begin();
-    throw Error(cat({"quantize: the weight at row ", at / cols, ", column ", at % cols,
-                     " is not a finite BF16 number; it must be before it can have codes"}));
-  }
+  if (!finite) throw_nonfinite(rounded, cols);
   quantize({.x = {rounded.data(), {rows, cols}, {cols, 1}, {}}, .rule = rule, .out = out});
 }
 

@@ -70,6 +70,21 @@ BENCHMARK_CAPTURE(quantize_rows, lockstep_mod4_records, kLockstep, Encoding::kLs
 BENCHMARK_CAPTURE(quantize_rows, mx_even, kMx, Encoding::kNone);
 BENCHMARK_CAPTURE(quantize_rows, definition, portable(), Encoding::kNone);
 
+void weight(benchmark::State& state) {
+  set_threads(1);
+  Matrix matrix;
+  std::vector<float> master(matrix.x.size());
+  for (std::size_t i = 0; i < master.size(); ++i) master[i] = to_float(matrix.x[i]);
+  Quantizer rule = kLockstep;
+  rule.global = GlobalScale::kPerTensor;
+  const PackedView<std::uint8_t> out = matrix.args(rule, Encoding::kNone).out;
+  for (auto _ : state) {
+    quantize_weight({master.data(), {kRows, kCols}, {kCols, 1}, {}}, rule, out);
+  }
+  state.SetBytesProcessed(state.iterations() * kRows * kCols * 4);
+}
+BENCHMARK(weight);
+
 void dequantize_rows(benchmark::State& state) {
   set_threads(1);
   Matrix matrix;

@@ -29,7 +29,14 @@ void write_lsb(const CodedRow& row, std::uint8_t* out) {
 
 /// Residues of slots need not begin at a byte: they are added to what is there.
 void write_mod4(const CodedRow& row, std::int32_t first, std::int32_t blocks, std::uint8_t* out) {
-  for (std::int32_t j = 0; j < blocks; ++j) {
+  std::int32_t j = 0;
+  for (; first % 4 == 0 && j + 4 <= blocks; j += 4) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, row.scales + j, sizeof(word));
+    word &= 0x03030303u;
+    out[(first + j) / 4] = static_cast<std::uint8_t>(word | word >> 6 | word >> 12 | word >> 18);
+  }
+  for (; j < blocks; ++j) {
     const std::int32_t at = first + j;
     out[at / 4] = static_cast<std::uint8_t>(out[at / 4] | (row.scales[j] & 3u) << (2 * (at % 4)));
   }
