@@ -160,6 +160,41 @@ TEST(Safetensors, OverlapsGapsAndNamesThatStandTwiceAreRefused) {
                  "twice");
 }
 
+/// The bytes of the lines that hold nothing but bytes in hexadecimal.
+std::vector<std::byte> example_in(const char* document) {
+  std::ifstream in(document);
+  std::vector<std::byte> bytes;
+  for (std::string line; std::getline(in, line);) {
+    const bool hex = line.size() > 6 && line.starts_with("    ") &&
+                     line.find_first_not_of("0123456789abcdef ") == std::string::npos;
+    for (std::size_t i = 4; hex && i + 1 < line.size(); i += 3) {
+      bytes.push_back(static_cast<std::byte>(std::stoi(line.substr(i, 2), nullptr, 16)));
+    }
+  }
+  return bytes;
+}
+
+TEST(Safetensors, TheDocumentsExampleReadsAndIsWhatWeWrite) {
+  if (!fs::exists("docs/formats/checkpoint.md")) GTEST_SKIP() << "runs from the source folder";
+  const std::vector<std::byte> example = example_in("docs/formats/checkpoint.md");
+  const auto header = parse_safetensors(example, "example");
+  ASSERT_TRUE(header) << header.error().message;
+  ASSERT_EQ(header->tensors.size(), 1u);
+  EXPECT_EQ(header->tensors[0].name, "model.norm.weight");
+
+  const fs::path path = temporary("safetensors_test_example");
+  SafetensorsWriter writer(path,
+                           {{.name = "model.norm.weight", .dtype = Dtype::kBf16, .shape = {4}}},
+                           {{"format", "pt"}});
+  const std::vector<std::uint16_t> values = {0x3F80, 0xBF80, 0x4000, 0x3E80};
+  writer.write("model.norm.weight", std::as_bytes(std::span(values)));
+  writer.commit();
+  const auto written = value_or_throw(MappedFile::open(path));
+  EXPECT_TRUE(
+      std::equal(written.bytes().begin(), written.bytes().end(), example.begin(), example.end()));
+  fs::remove(path);
+}
+
 TEST(Safetensors, AMissingFileAndAFolderAreNamed) {
   EXPECT_FALSE(Safetensors::open("/no/such/file"));
   EXPECT_FALSE(Safetensors::open("/tmp"));

@@ -16,7 +16,7 @@ def ask(requests):
     lines = "\n".join(json.dumps(request) for request in requests)
     done = subprocess.run([TOOL], input=lines.encode(), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
+    answers = [json.loads(line) for line in done.stdout.decode().split("\n")[:-1]]
     assert len(answers) == len(requests)
     return [a["ok"] if "ok" in a else RuntimeError(a["error"]) for a in answers]
 

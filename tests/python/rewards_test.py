@@ -1,8 +1,9 @@
 """Answers judged as math-verify judges them, where both apply.
 
 Left out, for we differ on purpose: scientific notation with an e (math-verify reads 1.5e3 as 1.5),
-a leading + and the minus sign U+2212 (it reads none), tiny decimals (it rounds to six places, we
-compare exactly), expressions and sets (we compare them as text).
+a leading + and the minus sign U+2212 (it reads none), \\text around a number (it compares that as a
+string), tiny decimals (it rounds to six places, we compare exactly), expressions and sets (we
+compare them as text).
 """
 import random
 
@@ -21,7 +22,7 @@ def integer(rng):
 def write(rng, value):
     """Ways to write a whole number."""
     ways = [str(value), f"{value:,}", f"{value}.0", f"\\boxed{{{value}}}", f"${value}$",
-            f"\\boxed{{{value:,}}}", f"{value}.", f"\\boxed{{\\text{{{value}}}}}"]
+            f"\\boxed{{{value:,}}}", f"{value}."]
     return rng.choice(ways)
 
 
@@ -55,9 +56,7 @@ def cases():
 def test_agrees_with_math_verify():
     pairs = cases()
     # The truth alone is what a data set holds; the response is prose around an answer.
-    truths = [truth.replace("\\boxed{", "").rstrip("}") if truth.startswith("\\boxed{\\text")
-              else truth for _, truth in pairs]
-    truths = [math_truth(truth) for truth in truths]
+    truths = [math_truth(truth) for _, truth in pairs]
     ours = ask([{"op": "correct", "response": response, "truth": truth}
                 for (response, _), truth in zip(pairs, truths)])
     different = []
@@ -79,6 +78,4 @@ def math_truth(truth):
     """What stands in the box, without dollars."""
     if truth.startswith("\\boxed{"):
         truth = truth[len("\\boxed{"):-1]
-    if truth.startswith("\\text{"):
-        truth = truth[len("\\text{"):].rstrip("}")
     return truth.strip("$").rstrip(".")
