@@ -13,7 +13,6 @@ namespace {
 // Its own key, not the run's: what is kept aside for evaluation is the same under every seed.
 constexpr std::uint64_t kEvaluationKey = 0x61726974682D6576;
 constexpr std::int64_t kEvaluationShare = 8;
-constexpr std::int64_t kFirstEvaluationId = std::int64_t{1} << 40;  // beyond those of any step
 constexpr std::int64_t kMaxOperand = 1'000'000;
 
 std::int64_t width(const std::array<std::int64_t, 2>& range) { return range[1] - range[0] + 1; }
@@ -133,7 +132,7 @@ std::vector<Prompt> Arith::prompts(std::int64_t step, std::int32_t count) const 
     }
     const std::uint64_t key = options_.seed ^ static_cast<std::uint64_t>(pass) << 32;
     const std::int64_t place = evaluation_ + shuffled(key, index % size, size);
-    prompts.push_back(problem(shuffled(kEvaluationKey, place, problems_), {index}));
+    prompts.push_back(problem(shuffled(kEvaluationKey, place, problems_), training_id(index)));
   }
   return prompts;
 }
@@ -145,7 +144,7 @@ std::vector<Prompt> Arith::evaluation(std::int32_t count) const {
   }
   std::vector<Prompt> prompts;
   for (std::int64_t i = 0; i < count; ++i) {
-    prompts.push_back(problem(shuffled(kEvaluationKey, i, problems_), {kFirstEvaluationId + i}));
+    prompts.push_back(problem(shuffled(kEvaluationKey, i, problems_), evaluation_id(i)));
   }
   return prompts;
 }

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "data/shuffle.h"
 #include "data/test_tokenizer.h"
+#include "record/trajectory.h"
 
 namespace lockstep::data {
 namespace {
@@ -70,6 +71,26 @@ TEST(Arith, NoTwoStepsShareAPromptAndEvaluationSharesNoneWithThem) {
   for (std::int64_t step = 0; step < steps; ++step) take(task.prompts(step, 32));
   EXPECT_THROW(task.prompts(steps, 32), Error);
   EXPECT_THROW(task.evaluation(static_cast<std::int32_t>(all)), Error);
+}
+
+/// A record's name must give back the prompt's number, or two prompts would share records.
+std::int64_t prompt_in(SpanId span) {
+  return static_cast<std::int64_t>(span.value >> 20 & 0xfffffff);
+}
+
+TEST(Arith, EveryPromptsNumberFitsTheNamesOfItsRecords) {
+  const Arith task({.repeat = true}, byte_tokenizer());
+  for (const Prompt& prompt : task.evaluation(8)) {
+    EXPECT_GE(prompt.id.value, kFirstEvaluationId);
+    EXPECT_EQ(prompt_in(span_id(3, prompt.id, 1, 2)), prompt.id.value);
+  }
+  const std::int64_t last = kFirstEvaluationId / 4 - 1;  // of the steps of four whose numbers fit
+  const Prompt prompt = task.prompts(last, 4).back();
+  EXPECT_EQ(prompt.id.value, kFirstEvaluationId - 1);
+  EXPECT_EQ(prompt_in(span_id(3, prompt.id, 1, 2)), prompt.id.value);
+  EXPECT_THROW(task.prompts(last + 1, 4), Error);
+  EXPECT_EQ(evaluation_id(kFirstEvaluationId - 1).value, 0xfffffff);
+  EXPECT_THROW(evaluation_id(kFirstEvaluationId), Error);
 }
 
 TEST(Arith, RepeatsWholePassesInAnotherOrder) {

@@ -14,7 +14,6 @@ namespace {
 using nlohmann::json;
 
 constexpr JsonLimits kRowLimits = {.bytes = std::size_t{64} << 20, .depth = 64};
-constexpr std::int64_t kFirstEvaluationId = std::int64_t{1} << 40;  // beyond those of any step
 constexpr std::int64_t kEvaluationShare = 10;
 
 std::string text_at(const json& object, const char* key) {
@@ -179,7 +178,7 @@ std::vector<Prompt> Jsonl::prompts(std::int64_t step, std::int32_t count) const 
     const auto epoch = static_cast<std::uint64_t>(index / training_rows());
     const std::int64_t row =
         shuffled(options_.seed ^ epoch << 32, index % training_rows(), training_rows());
-    prompts.push_back(prompt(training_[static_cast<std::size_t>(row)], {index}));
+    prompts.push_back(prompt(training_[static_cast<std::size_t>(row)], training_id(index)));
   }
   return prompts;
 }
@@ -191,7 +190,7 @@ std::vector<Prompt> Jsonl::evaluation(std::int32_t count) const {
   }
   std::vector<Prompt> prompts;
   for (std::int64_t i = 0; i < count; ++i) {
-    prompts.push_back(prompt(evaluation_[static_cast<std::size_t>(i)], {kFirstEvaluationId + i}));
+    prompts.push_back(prompt(evaluation_[static_cast<std::size_t>(i)], evaluation_id(i)));
   }
   return prompts;
 }

@@ -76,6 +76,9 @@ TEST_F(JsonlFile, EpochsAreShuffledWholesAndEvaluationIsApart) {
   EXPECT_EQ(open({.seed = 5}).prompts(3, 5)[2].text, epochs[0][17]);
   EXPECT_NE(open({.seed = 6}).prompts(3, 5)[2].text, epochs[0][17]);
   EXPECT_THROW(task.evaluation(6), Error);
+  EXPECT_EQ(task.evaluation(5)[4].id.value, kFirstEvaluationId + 4);
+  EXPECT_EQ(task.prompts(kFirstEvaluationId / 8 - 1, 8)[7].id.value, kFirstEvaluationId - 1);
+  EXPECT_THROW(task.prompts(kFirstEvaluationId / 8, 8), Error);
 }
 
 TEST_F(JsonlFile, RewardsByAnswerAndForm) {

@@ -9,6 +9,14 @@
 
 namespace lockstep::data {
 
+/// Span ids have 28 bits for a prompt: those of steps are numbered below this, those of evaluation
+/// from here on.
+constexpr std::int64_t kFirstEvaluationId = std::int64_t{1} << 27;
+
+/// The id of a run's prompt number `index`, or of evaluation's. Throws Error where none is left.
+PromptId training_id(std::int64_t index);
+PromptId evaluation_id(std::int64_t index);
+
 struct Prompt {
   PromptId id{};  // its number in the run: no two steps share one
   std::vector<Token> tokens{};
