@@ -8,6 +8,8 @@
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/mx_product.h"
+#include "kernels/exact/residual.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
 
@@ -31,6 +33,20 @@ void half_of(const PackedView<const std::uint8_t>& from, bool second,
   }
 }
 
+void require_residual(const Options& options) {
+  const Residual kind = options.residual;
+  if (kind == Residual::kTwoOfFour || kind == Residual::kBlocks) {
+    throw Error("rollout.residual is two_of_four or blocks; this engine has channels and dense");
+  }
+  if (kind == Residual::kChannels && options.residual_scope == ResidualScope::kStatic) {
+    throw Error("rollout.residual_scope is static; this engine has per_token and batch");
+  }
+  if (options.residual_permille < 0 || options.residual_permille > 1000) {
+    throw Error(cat({"rollout.residual_permille is ", options.residual_permille,
+                     "; expected 0 to 1000, tenths of a percent"}));
+  }
+}
+
 TensorView<const std::int32_t, 1> as_view(std::span<const std::int32_t> values) {
   return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
 }
@@ -46,9 +62,7 @@ ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& option
       slots_(agreement.model.experts_per_token),
       counts_(kernels::kNumQuantizeCounts, 0),
       offsets_(static_cast<std::size_t>(experts_ + 1)) {
-  if (options.residual != Residual::kNone) {
-    throw Error("rollout.residual is set; this build has no second pass over residuals yet");
-  }
+  require_residual(options);
 }
 
 bool ForwardExperts::quantizes(Layer layer) const {
@@ -65,8 +79,11 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
   route(pass, layer, weights, x, capture);
   dispatch(rows);
 
-  Site2 site{.x = x, .codes = {}, .residual = {}};
+  SiteInput site{.x = x, .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
+  if (weights.format == ExpertFormat::kW4a4 && options_.residual != Residual::kNone) {
+    site.residual = residual(site);
+  }
   const auto up = up_.view(items, 2 * f_);
   product(site, weights, false, row_of_, up);
 
@@ -137,15 +154,31 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
   return codes;
 }
 
-void ForwardExperts::product(const Site2& site, const LayerWeights& weights, bool down,
+/// What the codes lost of the channels that lost most, for the second pass.
+PackedView<const std::uint8_t> ForwardExperts::residual(const SiteInput& site) {
+  const auto out = residual_.view(site.x.shape[0], site.x.shape[1], 16);
+  const bool batch = options_.residual_scope == ResidualScope::kBatch;
+  kernels::residual(
+      {.x = site.x,
+       .q = site.codes,
+       .choice = batch ? kernels::ResidualChoice::kBatch : kernels::ResidualChoice::kPerToken,
+       .per_mille = options_.residual == Residual::kDense ? 1000 : options_.residual_permille,
+       .out = out});
+  return out;
+}
+
+void ForwardExperts::product(const SiteInput& site, const LayerWeights& weights, bool down,
                              std::span<const std::int32_t> from, TensorView<float, 2> y) {
   if (weights.format == ExpertFormat::kW4a4) {
     return coded_product(site, down ? weights.down_codes : weights.gate_up_codes, from, y);
   }
+  if (weights.format == ExpertFormat::kMx) {
+    return mx_product(site, down ? weights.down_mx : weights.gate_up_mx, from, y);
+  }
   bf16_product(site, down ? weights.down : weights.gate_up, from, y);
 }
 
-void ForwardExperts::coded_product(const Site2& site, const kernels::W4a4Weights& weights,
+void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Weights& weights,
                                    std::span<const std::int32_t> from, TensorView<float, 2> y) {
   kernels::W4a4Args args{.a = site.codes,
                          .residual = site.residual,
@@ -155,19 +188,57 @@ void ForwardExperts::coded_product(const Site2& site, const kernels::W4a4Weights
                          .to = as_view(slot_of_),
                          .out = y};
   if (!options_.drift.split_k) return kernels::w4a4(args);
-  const auto halves = halves_.view(site.codes.codes.shape[0], 2 * site.codes.codes.shape[1], 16);
-  args.a = halves;
-  half_of(site.codes, false, halves);
-  kernels::w4a4(args);
-  half_of(site.codes, true, halves);
-  args.out = half_.view(y.shape[0], y.shape[1]);
-  kernels::w4a4(args);
+  in_halves(site, 16, y, [&](const SiteInput& half, TensorView<float, 2> out) {
+    args.a = half.codes;
+    args.residual = half.residual;
+    args.out = out;
+    kernels::w4a4(args);
+  });
+}
+
+void ForwardExperts::mx_product(const SiteInput& site,
+                                const PackedView<const std::uint8_t>& weights,
+                                std::span<const std::int32_t> from, TensorView<float, 2> y) {
+  kernels::MxProductArgs args{.a = site.codes,
+                              .w = weights,
+                              .experts = agreement_.model.num_experts,
+                              .offsets = as_view(offsets_),
+                              .from = as_view(from),
+                              .to = as_view(slot_of_),
+                              .out = y};
+  if (!options_.drift.split_k) return kernels::mx_product(args);
+  in_halves(site, 32, y, [&](const SiteInput& half, TensorView<float, 2> out) {
+    args.a = half.codes;
+    args.out = out;
+    kernels::mx_product(args);
+  });
+}
+
+/// The declared drift of an exact product: two sums, each rounded to BF16.
+void ForwardExperts::in_halves(
+    const SiteInput& site, std::int32_t block, TensorView<float, 2> y,
+    const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply) {
+  const std::int64_t rows = site.codes.codes.shape[0];
+  const std::int64_t cols = 2 * site.codes.codes.shape[1];
+  const auto second = half_.view(y.shape[0], y.shape[1]);
+  for (const bool upper : {false, true}) {
+    SiteInput half = site;
+    const auto codes = halves_.view(rows, cols, block);
+    half_of(site.codes, upper, codes);
+    half.codes = codes;
+    if (!site.residual.codes.empty()) {
+      const auto residual = residual_halves_.view(rows, cols, block);
+      half_of(site.residual, upper, residual);
+      half.residual = residual;
+    }
+    multiply(half, upper ? second : y);
+  }
   for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
-    y.data[i] = to_float(to_bf16(y.data[i])) + to_float(to_bf16(args.out.data[i]));
+    y.data[i] = to_float(to_bf16(y.data[i])) + to_float(to_bf16(second.data[i]));
   }
 }
 
-void ForwardExperts::bf16_product(const Site2& site, const kernels::PackedMatrix& weights,
+void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMatrix& weights,
                                   std::span<const std::int32_t> from, TensorView<float, 2> y) {
   TensorView<const Bf16, 2> x = site.x;
   if (!site.codes.codes.empty()) {

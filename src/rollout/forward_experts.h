@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "kernels/exact/quantize.h"
@@ -57,9 +58,9 @@ class ForwardExperts {
   std::vector<std::int64_t>& counts() { return counts_; }
 
  private:
-  struct Site2 {  // a site's input, in BF16 and as what the product reads
-    TensorView<const Bf16, 2> x;
-    PackedView<const std::uint8_t> codes;     // where the layer's activations are quantized
+  struct SiteInput {
+    TensorView<const Bf16, 2> x;              // [n, D], or [n * K, F]
+    PackedView<const std::uint8_t> codes;     // of x, where the layer's activations are quantized
     PackedView<const std::uint8_t> residual;  // where there is a second pass
   };
 
@@ -69,11 +70,17 @@ class ForwardExperts {
   bool quantizes(Layer layer) const;
   PackedView<const std::uint8_t> quantize(const Pass& pass, Layer layer, Site site,
                                           TensorView<const Bf16, 2> x, Capture& capture);
-  void coded_product(const Site2& site, const kernels::W4a4Weights& weights,
+  PackedView<const std::uint8_t> residual(const SiteInput& site);
+  void coded_product(const SiteInput& site, const kernels::W4a4Weights& weights,
                      std::span<const std::int32_t> from, TensorView<float, 2> y);
-  void bf16_product(const Site2& site, const kernels::PackedMatrix& weights,
+  void mx_product(const SiteInput& site, const PackedView<const std::uint8_t>& weights,
+                  std::span<const std::int32_t> from, TensorView<float, 2> y);
+  void in_halves(
+      const SiteInput& site, std::int32_t block, TensorView<float, 2> y,
+      const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply);
+  void bf16_product(const SiteInput& site, const kernels::PackedMatrix& weights,
                     std::span<const std::int32_t> from, TensorView<float, 2> y);
-  void product(const Site2& site, const LayerWeights& weights, bool down,
+  void product(const SiteInput& site, const LayerWeights& weights, bool down,
                std::span<const std::int32_t> from, TensorView<float, 2> y);
 
   Agreement agreement_;
@@ -88,7 +95,7 @@ class ForwardExperts {
   std::vector<std::int32_t> row_of_;   // [items]
   std::vector<std::int32_t> slot_of_;  // [items] row * K + slot
   Rows2d<Bf16> gathered_, w2_in_, dequantized_;
-  CodeRows codes_, residual_, halves_;
+  CodeRows codes_, residual_, halves_, residual_halves_;
   Rows2d<std::uint8_t> records_;
 };
 

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <functional>
 #include <string>
 
 #include "base/error.h"
@@ -75,6 +77,101 @@ TEST_P(ForwardArms, RowsDoNotDependOnTheBatchOrThreads) {
     EXPECT_EQ(mine, theirs) << "sequence " << s;
   }
   set_threads(0);
+}
+
+TEST(Forward, QuadsRowsDoNotDependOnTheBatch) {
+  Options options;
+  options.residual = Residual::kChannels;
+  options.drift.split_k = true;
+  Runner runner(arm_contract("w4a4"), options);
+  const auto tokens = random_tokens(50, runner.agreement.model, 4);
+  const auto whole = runner.prefill(tokens, 50, 16);
+  EXPECT_EQ(whole, runner.prefill(tokens, 3, 16));
+  options.drift.split_k = false;
+  Runner exact(arm_contract("w4a4"), options);
+  EXPECT_NE(whole, exact.prefill(tokens, 50, 16)) << "split sums are another rounding";
+}
+
+TEST(Forward, NoiseFollowsTheSeedOfTheRun) {
+  Options options;
+  options.drift.noise = 0.01f;
+  Runner noisy(contracts::bf16(), options), quiet(contracts::bf16());
+  const auto tokens = random_tokens(20, noisy.agreement.model, 5);
+  const auto a = noisy.prefill(tokens, 20, 16);
+  EXPECT_EQ(a, noisy.prefill(tokens, 4, 16));
+  const auto b = quiet.prefill(tokens, 20, 16);
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference += (a[i] - b[i]) * (a[i] - b[i]);
+    size += b[i] * b[i];
+  }
+  const double relative = std::sqrt(difference / size);
+  EXPECT_GT(relative, 0.001);
+  EXPECT_LT(relative, 0.1) << "of the order of sigma";
+}
+
+std::string message_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(Forward, StopsWithLayerAndTokenWhereANumberIsNotFinite) {
+  Runner runner(arm_contract("w4a4"));
+  for (auto& w : runner.weights) {
+    // Finite weights whose product is not: up to 3e38 * 3e38 in the second layer.
+    if (w.id == WeightId{WeightId::Role::kO, {1}, {}}) {
+      std::fill(w.plain.begin(), w.plain.end(), to_bf16(3e38f));
+    }
+    if (w.id == WeightId{WeightId::Role::kV, {1}, {}}) {
+      for (Bf16& x : w.plain) x = to_bf16(to_float(x) * 1e20f);
+    }
+  }
+  fixture::load(runner.forward.weights(), runner.weights, runner.agreement.contract, 2);
+  const auto tokens = random_tokens(5, runner.agreement.model, 6);
+  const std::string message = message_of([&] { runner.prefill(tokens, 5, 16); });
+  EXPECT_NE(message.find("layer 1"), std::string::npos) << message;
+  EXPECT_NE(message.find("token " + std::to_string(tokens[0])), std::string::npos) << message;
+  EXPECT_NE(message.find("position 0"), std::string::npos) << message;
+}
+
+TEST(Forward, RefusesWhatItCannotRun) {
+  Runner runner(contracts::bf16());
+  Cache cache(runner.agreement, 16, 4);
+  cache.hold(0, 16);
+  Pass pass;
+  add_rows(pass, 0, {1, 50}, 0, 2);
+  EXPECT_NE(message_of([&] { runner.run(pass, cache); }).find("token 50"), std::string::npos);
+  Pass beyond;
+  add_rows(beyond, 0, std::vector<Token>(17, 1), 16, 17);
+  EXPECT_NE(message_of([&] { runner.run(beyond, cache); }).find("position 16"), std::string::npos);
+  Pass empty;
+  EXPECT_TRUE(runner.run(empty, cache).empty());
+  ModelConfig odd = small_model();
+  odd.expert_width = 40;
+  const Agreement agreement{.model = odd, .contract = w4a4_contract(odd), .guide = {}, .seed = 0};
+  EXPECT_NE(message_of([&] { Forward(agreement, {}, {}); }).find("expert_width is 40"),
+            std::string::npos);
+  Options options;
+  options.residual = Residual::kTwoOfFour;
+  EXPECT_THROW(Runner(w4a4_contract(small_model()), options), Error);
+}
+
+TEST(Forward, CountsWhatQuantizationMet) {
+  Runner runner(arm_contract("w4a4"));
+  const auto tokens = random_tokens(30, runner.agreement.model, 7);
+  runner.prefill(tokens, 30, 16);
+  const Metrics metrics = runner.forward.metrics();
+  ASSERT_EQ(metrics.count("fp4/scale/sat_frac"), 1u);
+  EXPECT_GE(metrics.at("fp4/scale/sat_frac"), 0.0);
+  EXPECT_LT(metrics.at("fp4/scale/underflow_frac"), 0.01);
+  EXPECT_TRUE(runner.forward.metrics().empty()) << "since the last call";
+  Runner plain(contracts::bf16());
+  plain.prefill(tokens, 30, 16);
+  EXPECT_TRUE(plain.forward.metrics().empty());
 }
 
 }  // namespace

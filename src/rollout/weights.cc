@@ -51,6 +51,15 @@ void require_finite(const WeightId& id, const TensorView<const Bf16, 2>& value) 
   }
 }
 
+/// `from` becomes the rows of `to` from `first` on.
+void copy_rows(const TensorView<const std::uint8_t, 2>& from, std::int64_t first,
+               const TensorView<std::uint8_t, 2>& to) {
+  for (std::int64_t row = 0; row < from.shape[0]; ++row) {
+    std::copy_n(from.data + row * from.stride[0], from.shape[1],
+                to.data + (first + row) * to.stride[0]);
+  }
+}
+
 void require_width(const char* name, std::int32_t width, std::int32_t unit, const char* why) {
   if (width > 0 && width % unit == 0) return;
   throw Error(cat({name, " is ", width, "; ", why, " needs a multiple of ", unit}));
@@ -95,6 +104,9 @@ Weights::Weights(const Agreement& agreement)
     if (layer.format == ExpertFormat::kW4a4) {
       layer.gate_up_codes = coded_matrix(2 * model_.expert_width, model_.hidden);
       layer.down_codes = coded_matrix(model_.hidden, model_.expert_width);
+    } else if (layer.format == ExpertFormat::kMx) {
+      layer.gate_up_mx = mx_matrix(2 * f, d);
+      layer.down_mx = mx_matrix(d, f);
     } else {
       layer.gate_up = matrix(2 * f, d, model_.num_experts);
       layer.down = matrix(d, f, model_.num_experts);
@@ -102,31 +114,49 @@ Weights::Weights(const Agreement& agreement)
   }
 }
 
-PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t copies) {
-  const std::int64_t bytes = copies * kernels::packed_elements(out, in) * 2;
+std::byte* Weights::take(std::int64_t bytes) {
   memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
-  return {reinterpret_cast<Bf16*>(memory_.back().data()), out, in};
+  return memory_.back().data()->bytes;
+}
+
+PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t copies) {
+  std::byte* memory = take(2 * copies * kernels::packed_elements(out, in));
+  return {reinterpret_cast<Bf16*>(memory), out, in};
 }
 
 kernels::W4a4Weights Weights::coded_matrix(std::int32_t out, std::int32_t in) {
-  const std::int64_t bytes = model_.num_experts * kernels::W4a4Weights::expert_bytes(out, in);
-  memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
-  return {memory_.back().data()->bytes, model_.num_experts, out, in};
+  const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(out, in);
+  return {take(model_.num_experts * bytes), model_.num_experts, out, in};
 }
 
-ExpertFormat Weights::format(Layer layer) const {
-  if (!arrives_as_codes({Role::kGateUp, layer, {}})) return ExpertFormat::kBf16;
-  const auto exact = [](const Quantizer& rule) {
-    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE4m3 && rule.block == 16 &&
-           rule.global != GlobalScale::kNone && rule.global_is_power_of_two;
+PackedView<std::uint8_t> Weights::mx_matrix(std::int64_t out, std::int64_t in) {
+  const std::int64_t rows = model_.num_experts * out;
+  const auto plain = [&](std::int64_t cols) {
+    auto* memory = reinterpret_cast<std::uint8_t*>(take(rows * cols));
+    return TensorView<std::uint8_t, 2>{memory, {rows, cols}, {cols, 1}};
   };
-  return exact(contract_.weight) && exact(contract_.activation) ? ExpertFormat::kW4a4
-                                                                : ExpertFormat::kCodeBf16;
+  return {plain(in / 2), plain(in / contract_.weight.block), {}};
 }
 
 bool Weights::arrives_as_codes(const WeightId& id) const {
   return of_expert(id.role) && contract_.layers.has(id.layer) &&
          contract_.weight.element != Element::kBf16;
+}
+
+ExpertFormat Weights::format(Layer layer) const {
+  if (!arrives_as_codes({Role::kGateUp, layer, {}})) return ExpertFormat::kBf16;
+  const auto both = [&](const auto& is) {
+    return is(contract_.weight) && is(contract_.activation);
+  };
+  const bool nvfp4 = both([](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE4m3 && rule.block == 16 &&
+           rule.global != GlobalScale::kNone && rule.global_is_power_of_two;
+  });
+  if (nvfp4) return ExpertFormat::kW4a4;
+  const bool mxfp4 = both([](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE8m0 && rule.block == 32;
+  });
+  return mxfp4 ? ExpertFormat::kMx : ExpertFormat::kCodeBf16;
 }
 
 void Weights::begin(WeightVersion version, ContractId contract) {
@@ -226,11 +256,16 @@ void Weights::require_kind(const Weight& weight) const {
 }
 
 void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value) {
-  if (format(id.layer) == ExpertFormat::kW4a4) {
-    const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
-    const bool up = id.role == Role::kGateUp;
-    kernels::w4a4_fill(up ? layer.gate_up_codes : layer.down_codes, id.expert.value, 0, value);
-    return;
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const bool up = id.role == Role::kGateUp;
+  if (layer.format == ExpertFormat::kW4a4) {
+    return kernels::w4a4_fill(up ? layer.gate_up_codes : layer.down_codes, id.expert.value, 0,
+                              value);
+  }
+  if (layer.format == ExpertFormat::kMx) {
+    const PackedView<std::uint8_t>& to = up ? layer.gate_up_mx : layer.down_mx;
+    copy_rows(value.codes, id.expert.value * value.codes.shape[0], to.codes);
+    return copy_rows(value.scales, id.expert.value * value.scales.shape[0], to.scales);
   }
   const auto shape = weight_shape(model_, id.role);
   dequantized_.resize(static_cast<std::size_t>(shape[0] * shape[1]));

@@ -17,7 +17,8 @@ namespace lockstep::rollout {
 enum class ExpertFormat : std::uint8_t {
   kBf16,      // arrive in BF16
   kCodeBf16,  // arrive as codes, read as BF16, which holds them exactly
-  kW4a4,      // codes, for the exact product with quantized activations
+  kW4a4,      // NVFP4 codes, for the exact product with codes of activations
+  kMx,        // the same of MXFP4
 };
 
 struct LayerWeights {
@@ -26,9 +27,10 @@ struct LayerWeights {
   kernels::PackedMatrix o;       // [D, q_width]
   kernels::PackedMatrix router;  // [E, D]
   ExpertFormat format = ExpertFormat::kBf16;
-  // All experts, one after another, [2F, D] and [D, F]; the latter two for kW4a4.
+  // All experts, one after another, [2F, D] and [D, F], in the layout that `format` asks for.
   kernels::PackedMatrix gate_up, down;
   kernels::W4a4Weights gate_up_codes, down_codes;
+  PackedView<std::uint8_t> gate_up_mx, down_mx;
 };
 
 /// A WeightSink whose memory is taken once: a refit writes where the last one did. Between begin()
@@ -59,7 +61,9 @@ class Weights final : public WeightSink {
  private:
   enum class State : std::uint8_t { kEmpty, kOpen, kReady };
 
+  std::byte* take(std::int64_t bytes);  // zeroed, 64-byte aligned, for good
   kernels::PackedMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t copies = 1);
+  PackedView<std::uint8_t> mx_matrix(std::int64_t out, std::int64_t in);
   kernels::W4a4Weights coded_matrix(std::int32_t out, std::int32_t in);
   void place(const WeightId& id, TensorView<const Bf16, 2> value);
   void put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value);
