@@ -1,6 +1,7 @@
 #include "store/segment.h"
 
 #include <gtest/gtest.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -336,7 +337,8 @@ TEST(Segment, AFullDiskStopsAdmissionAndLosesNothing) {
     ASSERT_LT(s, 30u);
     ASSERT_GT(s, 8u);
     const std::string why = store.held();
-    EXPECT_NE(why.find(": File too large"), std::string::npos) << why;
+    EXPECT_NE(why.find(": File too large; make room there, or raise store.ram"), std::string::npos)
+        << why;
     EXPECT_EQ(std::count(why.begin(), why.end(), '\n'), 0);
     EXPECT_FALSE(store.flush());
     for (std::uint64_t i = 0; i < s; ++i) {
@@ -355,6 +357,46 @@ TEST(Segment, AFullDiskStopsAdmissionAndLosesNothing) {
   const Scan scan = value_or_throw(scan_segment(file, damage));
   EXPECT_EQ(scan.spans.size(), s);
   EXPECT_EQ(damage.lines, std::vector<std::string>{});
+}
+
+/// A file system of 64 KiB, where this user may mount one.
+class SmallDisk {
+ public:
+  SmallDisk() { mounted_ = ::mount("tmpfs", folder_.path().c_str(), "tmpfs", 0, "size=64k") == 0; }
+  ~SmallDisk() {
+    if (mounted_) ::umount(folder_.path().c_str());
+  }
+  bool mounted() const { return mounted_; }
+  const Folder& folder() const { return folder_; }
+
+ private:
+  Folder folder_;
+  bool mounted_ = false;
+};
+
+TEST(Segment, ADiskWithoutRoomStopsAdmissionAndLosesNothing) {
+  const SmallDisk disk;
+  if (!disk.mounted()) GTEST_SKIP() << "mounting needs root";
+  {
+    Store store({.folder = disk.folder().path(), .ram_bytes = 12'000});
+    std::uint64_t s = 0;
+    while (s < 1000 && store.admits(2000)) write_span(store, {s++}, 0, 60);
+    ASSERT_LT(s, 60u);
+    EXPECT_NE(store.held().find(": No space left on device; make room there, or raise store.ram"),
+              std::string::npos)
+        << store.held();
+    for (std::uint64_t i = 0; i < s; ++i) {
+      EXPECT_EQ(own_span(store, {i}, 0, 60), rows_in_span(0, 60));
+    }
+    store.retire(WeightVersion{2});  // the step is over
+    EXPECT_TRUE(store.admits(2000));
+    ASSERT_TRUE(store.flush());
+    write_span(store, {5000}, 0, 60, 0, WeightVersion{2});
+    ASSERT_TRUE(store.flush());
+  }
+  Store store({.folder = disk.folder().path()});  // ended without room for anything half-written
+  EXPECT_EQ(own_span(store, {5000}, 0, 60), rows_in_span(0, 60));
+  EXPECT_EQ(store.dropped(), std::vector<std::string>{});
 }
 
 /// The bytes in the ```hex blocks of a document's section.
