@@ -1,6 +1,9 @@
 #include "train/trainer.h"
 
 #include <ATen/Parallel.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -193,6 +196,16 @@ PerToken zeros(std::span<const Trajectory> batch) {
   return values;
 }
 
+/// A pass allocates and frees what it allocated the pass before. Without this glibc gives large
+/// pieces back to the system each time, and takes them again page by page: a seventh of the time.
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 16 << 20);
+#endif
+}
+
 void require_weights(bool ready) {
   if (!ready) throw Error("the trainer has no weights yet: load a checkpoint first");
 }
@@ -251,6 +264,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
 Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
                  Comm& comm) {
   check(agreement, options, device);
+  keep_freed_memory();
   impl_ = std::make_unique<Impl>(agreement, qat, options, comm);
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "model/names.h"
+#include "train/testing.h"
 #include "train/trainer.h"
 
 namespace lockstep::train {
@@ -45,6 +46,7 @@ std::vector<Trajectory> batch_of(const ModelConfig& config, std::size_t tokens) 
   for (std::size_t total = 0; total < tokens; total += batch.back().tokens.size()) {
     Trajectory& t = batch.emplace_back();
     const std::size_t length = 40 + random() % 60;
+    t.path = {{.id = SpanId{batch.size()}, .count = static_cast<std::int32_t>(length) - 1}};
     for (std::size_t i = 0; i < length; ++i) {
       t.tokens.push_back(static_cast<Token>(random() % static_cast<unsigned>(config.vocabulary)));
       t.response_mask.push_back(i >= 20 ? 1 : 0);
@@ -79,6 +81,29 @@ BENCHMARK(forward_backward)
     ->Arg(8192)
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
+
+/// The same with FP4 experts and cache, guided on the latter half of the layers.
+void guided_forward_backward(benchmark::State& state) {
+  const auto comm = Comm::single();
+  Agreement agreement;
+  agreement.model = demo_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  agreement.contract.kv_exponents.assign(2 * 7, -9);
+  agreement.guide = {.mode = Guidance::kLsb,
+                     .sites = {Site::kW13In, Site::kK, Site::kV},
+                     .layers = LayerSet::range(3, 7),
+                     .replay_experts = true};
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  Trainer trainer(agreement, qat, {.tokens_per_pass = 2048}, Device{}, *comm);
+  give_random_weights(agreement.model, trainer.initial_weights());
+  const std::vector<Trajectory> batch = batch_of(agreement.model, 10000);
+  const RandomTrace trace(16);
+  for (auto _ : state) {
+    trainer.accumulate(batch, &trace, likelihood);
+    benchmark::DoNotOptimize(trainer.update());
+  }
+}
+BENCHMARK(guided_forward_backward)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 void log_probs(benchmark::State& state) {
   const auto comm = Comm::single();
