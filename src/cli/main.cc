@@ -39,6 +39,13 @@ int run(int argc, char** argv) {
   sub->add_option("--out", sft_args.out, "the folder to write; default: runs/<recipe>");
   sub->callback([&] { chosen = [&] { return sft(sft_args); }; });
 
+  TrainArgs train_args;
+  sub = verb(app, "train", "run a recipe, or go on with a run that was interrupted",
+             "train recipes/demo.toml arm=trace schedule.steps=20 --run mine");
+  add_recipe(sub, train_args.recipe, train_args.assignments, true);
+  sub->add_option("--run", train_args.run, "a name below runs/, or a path; default: the recipe's");
+  sub->callback([&] { chosen = [&] { return train(train_args); }; });
+
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp& help) {

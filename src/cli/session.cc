@@ -7,7 +7,6 @@
 #include "base/text.h"
 #include "base/timer.h"
 #include "cli/verbs.h"
-#include "data/arith.h"
 #include "model/config_json.h"
 #include "sync/refit.h"
 
@@ -31,10 +30,16 @@ void load(const WeightSource& from, WeightSink& to) {
   to.commit();
 }
 
-std::unique_ptr<data::Task> make_task(const recipe::TaskSpec& spec,
-                                      const data::Tokenizer& tokenizer) {
-  if (spec.name == "jsonl") throw Usage("task.name is jsonl");
-  return std::make_unique<data::Arith>(spec.arith, tokenizer);
+std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Policy& policy,
+                                      std::int32_t max_new_tokens, bool need_response) {
+  data::TaskOptions own = options;
+  own.jsonl.max_prompt_tokens = std::max(1, policy.config.max_positions - max_new_tokens);
+  own.jsonl.need_response = need_response;
+  if (own.name == "jsonl") own.jsonl.file = recipe::find(own.jsonl.file, "task.file");
+  if (!own.jsonl.eval_file.empty()) {
+    own.jsonl.eval_file = recipe::find(own.jsonl.eval_file, "task.eval_file");
+  }
+  return data::make_task(own, policy.folder);
 }
 
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {

@@ -26,8 +26,9 @@ Policy open_policy(const std::string& path, bool with_weights = true);
 /// Every weight as it is, from a checkpoint into a trainer's masters.
 void load(const WeightSource& from, WeightSink& to);
 
-std::unique_ptr<data::Task> make_task(const recipe::TaskSpec& spec,
-                                      const data::Tokenizer& tokenizer);
+/// The recipe's task for that policy; rows of a file must fit its context.
+std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Policy& policy,
+                                      std::int32_t max_new_tokens, bool need_response = false);
 
 /// The recipe of a file, or all defaults where it is empty. What it says wrong is Usage.
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments);

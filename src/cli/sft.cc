@@ -103,7 +103,7 @@ int sft(const SftArgs& args) {
   const double began = seconds();
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
   const Policy policy = open_policy(r.model, !r.fresh);
-  const std::unique_ptr<data::Task> task = make_task(r.task, policy.tokenizer);
+  const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();
   const Agreement agreement = {
       .model = policy.config, .contract = contracts::bf16(), .guide = {}, .seed = r.seed};

@@ -13,19 +13,23 @@ namespace {
 
 constexpr double kMostInt = 2147483647, kMostLong = 9007199254740992.0;
 
-std::vector<Key> task_keys(TaskSpec& task) {
+std::vector<Key> task_keys(data::TaskOptions& task, std::string& file, std::string& eval_file) {
+  data::ArithOptions& arith = task.arith;
+  data::JsonlOptions& jsonl = task.jsonl;
   return {
       {"task.name", &task.name, "arith: sums with worked steps, made up as needed; or jsonl"},
-      {"task.operations", &task.arith.operations, "arith: which of + - * are asked"},
-      {"task.left", Interval{&task.arith.left}, "arith: the first operand", 0, 1e6},
-      {"task.right", Interval{&task.arith.right}, "arith: the second operand", 0, 1e6},
-      {"task.seed", &task.arith.seed, "arith: the order of the problems", 0, kMostLong},
-      {"task.repeat", &task.arith.repeat,
+      {"task.operations", &arith.operations, "arith: which of + - * are asked"},
+      {"task.left", Interval{&arith.left}, "arith: the first operand", 0, 1e6},
+      {"task.right", Interval{&arith.right}, "arith: the second operand", 0, 1e6},
+      {"task.seed", &arith.seed, "the order of the problems or rows", 0, kMostLong},
+      {"task.repeat", &arith.repeat,
        "arith: all problems again, in another order, once they are used up"},
-      {"task.file", &task.file, "jsonl: rows with prompt, data_source, reward_model.ground_truth"},
-      {"task.eval_file", &task.eval_file, "jsonl: the rows for evaluation; empty: the last ones"},
-      {"task.judge", choice(task.judge, {"exact", "number", "boxed", "answer"}),
+      {"task.file", &file, "jsonl: rows with prompt, data_source, reward_model.ground_truth"},
+      {"task.eval_file", &eval_file, "jsonl: for evaluation; empty: the last tenth of the rows"},
+      {"task.judge", choice(jsonl.judge, {"exact", "number", "boxed", "answer"}),
        "jsonl: what is compared: the whole response, its last number, its last box, or either"},
+      {"task.form", choice(jsonl.form, {"any", "boxed", "think"}), "jsonl: asked for beside it"},
+      {"task.form_weight", &jsonl.form_weight, "jsonl: what the form alone earns", 0, 1},
   };
 }
 
@@ -175,13 +179,17 @@ std::vector<Entry> entries_of(std::string_view text, const std::string& name,
   return entries;
 }
 
-void check_task(const TaskSpec& task) {
+/// The task's own words for what a recipe says in common.
+void settle_task(data::TaskOptions& task, const std::string& file, const std::string& eval_file) {
   if (task.name != "arith" && task.name != "jsonl") {
     throw Error(cat({"task.name is '", task.name, "'; the tasks are arith and jsonl"}));
   }
-  if (task.name == "jsonl" && task.file.empty()) {
+  if (task.name == "jsonl" && file.empty()) {
     throw Error("task.name is jsonl and task.file is empty; name the file of its rows");
   }
+  task.jsonl.file = file;
+  task.jsonl.eval_file = eval_file;
+  task.jsonl.seed = task.arith.seed;
 }
 
 }  // namespace
@@ -192,7 +200,7 @@ std::vector<Key> keys(Recipe& r) {
       {"model", &r.model, "the first policy: a Hugging Face directory"},
       {"seed", &r.schedule.seed, "of prompts, samples, noise and audit tokens", 0, kMostLong},
   };
-  append(keys, task_keys(r.task));
+  append(keys, task_keys(r.task, r.task_file, r.task_eval_file));
   append(keys,
          {{"schedule.steps", &r.schedule.steps, "of rollout, training and sync", 1, kMostInt},
           {"schedule.prompts", &r.schedule.prompts_per_step, "a step", 1, 1 << 20},
@@ -247,7 +255,7 @@ std::vector<Key> keys(SftRecipe& r) {
       {"eval_prompts", &r.eval_prompts, "for the pass rate at the end; 0: none", 0, 1 << 20},
       {"max_new_tokens", &r.max_new_tokens, "of their answers", 1, kMostInt},
   };
-  append(keys, task_keys(r.task));
+  append(keys, task_keys(r.task, r.task_file, r.task_eval_file));
   append(keys, trainer_keys(r.trainer));
   return keys;
 }
@@ -267,7 +275,7 @@ Recipe parse_recipe(std::string_view text, const std::string& name,
     }
   }
   assign(entries, keys(recipe));
-  check_task(recipe.task);
+  settle_task(recipe.task, recipe.task_file, recipe.task_eval_file);
   return recipe;
 }
 
@@ -280,7 +288,7 @@ SftRecipe read_sft_recipe(const std::filesystem::path& file,
   SftRecipe recipe;
   recipe.trainer.lr = 1e-3;
   assign(entries_of(file_text(file), file.string(), assignments), keys(recipe));
-  check_task(recipe.task);
+  settle_task(recipe.task, recipe.task_file, recipe.task_eval_file);
   return recipe;
 }
 

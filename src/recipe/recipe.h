@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "data/tasks.h"
 #include "model/config.h"
 #include "recipe/arm.h"
 #include "recipe/schedule.h"
 #include "recipe/table.h"
-#include "recipe/task_spec.h"
 #include "store/store.h"
 
 namespace lockstep::recipe {
@@ -29,7 +29,9 @@ struct Evaluation {
 struct Recipe {
   std::string model = "models/tiny-moe";  // a Hugging Face directory
   ArmSpec arm = arm_spec("trace");
-  TaskSpec task;
+  data::TaskOptions task;
+  std::string task_file{};  // below the checkout, or as it stands
+  std::string task_eval_file{};
   Schedule schedule{.sampling = {.max_new_tokens = 128}};
   rollout::Options rollout;
   train::Options trainer;
@@ -44,7 +46,9 @@ struct SftRecipe {
   std::string model = "models/tiny-moe";  // a Hugging Face directory, with or without weights
   bool fresh = false;                     // draw new ones
   float init_std = 0.02f;
-  TaskSpec task;
+  data::TaskOptions task;
+  std::string task_file{};  // below the checkout, or as it stands
+  std::string task_eval_file{};
   train::Options trainer;
   std::int64_t steps = 1000;
   std::int32_t batch = 64;  // solutions a step

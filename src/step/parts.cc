@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "record/coverage.h"
 
 namespace lockstep::step {
 namespace {
@@ -24,25 +25,21 @@ double mean_abs_diff(std::span<const Trajectory> trajectories, const PerToken& a
   return tokens > 0 ? sum / tokens : 0;
 }
 
-/// Are all K and V records there that the trainer would follow?
-bool cache_is_whole(const Loop& loop, const Trajectory& trajectory) {
-  const Agreement agreement = {loop.model, loop.arm.contract, loop.arm.guide, loop.schedule.seed};
-  const std::vector<TokenKey> tokens = keys(trajectory);
-  std::vector<std::uint8_t> present(tokens.size());
-  std::vector<std::byte> bytes;
-  for (std::int32_t layer = 0; layer < loop.model.num_layers; ++layer) {
-    for (const Site site : {Site::kK, Site::kV}) {
-      const Place place = {Layer{layer}, site};
-      const Encoding encoding = agreement.encoding(place);
-      if (encoding == Encoding::kNone) continue;
-      const RowLayout layout = agreement.layout(place, encoding);
-      bytes.resize(tokens.size() * static_cast<std::size_t>(layout.bytes()));
-      const std::size_t count =
-          loop.store.read(tokens, loop.arm.contract.id(), {place, layout, bytes}, present);
-      if (count < tokens.size()) return false;
-    }
+std::vector<Trajectory> chosen(std::span<const Trajectory> trajectories,
+                               std::span<const std::uint8_t> moves) {
+  std::vector<Trajectory> some;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0) some.push_back(trajectories[i]);
   }
-  return true;
+  return some;
+}
+
+/// A metric under another name.
+void rename(Metrics& metrics, const std::string& from, const std::string& to) {
+  auto node = metrics.extract(from);
+  if (node.empty()) return;
+  node.key() = to;
+  metrics.insert(std::move(node));
 }
 
 }  // namespace
@@ -51,6 +48,7 @@ void forget_records(store::Store& store) {
   std::vector<SpanId> spans;
   for (const Span& span : store.spans()) spans.push_back(span.id);
   store.release(spans);
+  store.metrics();  // what happened to them is no step's
 }
 
 std::vector<data::Prompt> my_prompts(const Loop& loop, std::int64_t step) {
@@ -98,11 +96,7 @@ PerToken rollout_logp(std::span<const Trajectory> trajectories) {
 
 PerToken guided_logp(const Loop& loop, std::span<const Trajectory> trajectories,
                      std::span<const std::uint8_t> moves) {
-  std::vector<Trajectory> some;
-  for (std::size_t i = 0; i < trajectories.size(); ++i) {
-    if (moves[i] != 0) some.push_back(trajectories[i]);
-  }
-  PerToken read = loop.trainer.logprobs(some, &loop.store);
+  PerToken read = loop.trainer.logprobs(chosen(trajectories, moves), &loop.store);
   PerToken logp(trajectories.size());
   for (std::size_t i = 0, next = 0; i < trajectories.size(); ++i) {
     if (moves[i] != 0) logp[i] = std::move(read[next++]);
@@ -132,26 +126,19 @@ void release(const Loop& loop, std::span<const Trajectory> trajectories,
   loop.store.release(spans);
 }
 
-std::vector<std::uint8_t> taints(const Loop& loop, std::span<const Trajectory> trajectories,
+std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
+                                 std::span<const Trajectory> trajectories,
                                  std::span<const std::uint8_t> moves, Metrics& metrics) {
+  const Agreement agreement = {loop.model, loop.arm.contract, loop.arm.guide, loop.schedule.seed};
+  const Coverage coverage =
+      cover(chosen(trajectories, moves), agreement, loop.store, WeightVersion{step});
+  metrics.merge(lockstep::metrics(coverage));
+  require_coverage(coverage, loop.schedule.min_coverage);
   std::vector<std::uint8_t> tainted(trajectories.size());
-  for (std::size_t i = 0; i < trajectories.size(); ++i) {
-    if (moves[i] != 0 && !cache_is_whole(loop, trajectories[i])) tainted[i] = 1;
+  for (std::size_t i = 0, next = 0; i < trajectories.size(); ++i) {
+    if (moves[i] != 0) tainted[i] = coverage.tainted[next++];
   }
-  metrics["fp4/guide/tainted_samples"] =
-      static_cast<double>(std::count(tainted.begin(), tainted.end(), 1));
   return tainted;
-}
-
-void check_coverage(const Loop& loop, const Metrics& metrics) {
-  const auto covered = metrics.find("fp4/guide/covered_frac");
-  if (covered == metrics.end() || covered->second >= loop.schedule.min_coverage) return;
-  std::string why;
-  for (const std::string& line : loop.store.dropped()) why = "; the store says: " + line;
-  throw Error(cat({"records cover ", covered->second, " of the guided rows, guide.min_coverage is ",
-                   loop.schedule.min_coverage, why,
-                   "; raise store.ram or store.disk, or look at "
-                   "fp4/trace/* in metrics.jsonl"}));
 }
 
 std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
@@ -174,6 +161,10 @@ void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics) {
     tokens += static_cast<double>(t.tokens.size());
     chosen += static_cast<double>(std::count(t.response_mask.begin(), t.response_mask.end(), 1));
   }
+  // Every time stands under timing_s/ or perf/: the rest of a line is the same whoever runs it.
+  rename(metrics, "rollout/seconds", "timing_s/rollout");
+  rename(metrics, "rollout/tokens_per_s", "perf/rollout/tokens_per_s");
+  rename(metrics, "fp4/refit/seconds", "timing_s/refit");
   const double gen = std::max(metrics["timing_s/gen"], 1e-9);
   metrics["timing_s/step"] = seconds;
   metrics["perf/time_per_step"] = seconds;

@@ -37,12 +37,11 @@ void release(const Loop& loop, std::span<const Trajectory> trajectories,
              std::span<const std::uint8_t> moves);
 
 /// [trajectories] 1 where a K or V record is lost: every later token of the sample follows what the
-/// trainer no longer knows, so it is masked, and counted into `metrics`.
-std::vector<std::uint8_t> taints(const Loop& loop, std::span<const Trajectory> trajectories,
+/// trainer no longer knows, so it is masked. Adds what is covered to `metrics`; throws Error where
+/// that is less than the schedule's min_coverage.
+std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
+                                 std::span<const Trajectory> trajectories,
                                  std::span<const std::uint8_t> moves, Metrics& metrics);
-
-/// Throws Error where guidance found less than the schedule's min_coverage.
-void check_coverage(const Loop& loop, const Metrics& metrics);
 
 /// The first prompts' samples, of those whose records are still there.
 std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,

@@ -36,7 +36,6 @@ Metrics update(Loop& loop, const rl::Batch& batch, PerToken& seen) {
           "the loss is not a number; lower trainer.lr, or look at the gap in metrics.jsonl");
     }
     metrics = loop.trainer.update();
-    check_coverage(loop, metrics);
     metrics.merge(objective.metrics(loop.comm));
   }
   return metrics;
@@ -60,7 +59,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   const std::vector<float> rewards = score(loop, prompts, trajectories);
   const std::vector<std::uint8_t> moves = movable(loop, rewards);
   release(loop, trajectories, moves);
-  const std::vector<std::uint8_t> tainted = taints(loop, trajectories, moves, metrics);
+  const std::vector<std::uint8_t> tainted = taints(loop, step, trajectories, moves, metrics);
   metrics["timing_s/reward"] = timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none

@@ -56,7 +56,9 @@ void weigh(Verdict& verdict, double value, double watch, double bad, const std::
 }  // namespace
 
 Verdict Watch::judge(const Metrics& metrics) {
-  const double gap = value(metrics, "train/train_rollout_logprob_abs_diff", NAN);
+  const std::string gap_name = "train/train_rollout_logprob_abs_diff";
+  const bool measured = value(metrics, gap_name + "/count", 1) > 0;  // no group had an advantage
+  const double gap = measured ? value(metrics, gap_name, NAN) : NAN;
   const double reward = value(metrics, "critic/rewards/mean", NAN);
   if (std::isfinite(gap)) gaps_.push_back(gap);
   if (std::isfinite(reward)) rewards_.push_back(reward);
@@ -87,9 +89,11 @@ std::string Watch::line(std::int64_t step, std::int64_t steps, const Metrics& me
   const std::string gap = "train/train_rollout_logprob_abs_diff";
   std::string out = "step " + std::to_string(step) + "/" + std::to_string(steps);
   out += number("  reward %.3f", value(metrics, "critic/rewards/mean", NAN));
-  out += number("  gap %.4f", value(metrics, gap, NAN));
-  out += number(" p99 %.3f", value(metrics, gap + "/p99", NAN));
-  if (gaps_.size() >= 2) out += number(" x%.1f", gaps_.back() / std::max(gaps_.front(), 1e-12));
+  const bool measured = value(metrics, gap + "/count", 1) > 0;
+  out += measured ? number("  gap %.4f", value(metrics, gap, NAN)) : "  gap -";
+  if (measured) out += number(" p99 %.3f", value(metrics, gap + "/p99", NAN));
+  if (measured && gaps_.size() >= 2 && gaps_.front() > 0)
+    out += number(" x%.1f", gaps_.back() / std::max(gaps_.front(), 1e-12));
   if (const double flips = value(metrics, "fp4/act/flip_frac", NAN); std::isfinite(flips)) {
     out += number("  flips %.2f %%", 100 * flips);
   }

@@ -1,0 +1,170 @@
+#include "cli/training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "base/text.h"
+#include "cli/log.h"
+#include "cli/session.h"
+#include "cli/verbs.h"
+#include "step/step.h"
+#include "step/watch.h"
+#include "sync/refit.h"
+
+namespace lockstep::cli {
+namespace {
+
+/// What calibration found stands in the run's own recipe: a resumed run takes it from there.
+void take_exponents(const step::RunDir& run_dir, recipe::Recipe& recipe) {
+  const std::string before = run_dir.recipe();
+  if (before.empty() || !recipe.arm.kv_exponents.empty()) return;
+  recipe.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
+}
+
+/// Refuses what the disk has no room for before the run begins.
+void check_room(const recipe::Budget& budget, const std::filesystem::path& folder) {
+  std::error_code error;
+  const auto space = std::filesystem::space(folder, error);
+  if (error || static_cast<std::uint64_t>(budget.checkpoints) <= space.available) return;
+  throw Error(cat({folder.string(), " has room for ",
+                   recipe::bytes_text(static_cast<std::int64_t>(space.available)),
+                   ", the checkpoints take ", recipe::bytes_text(budget.checkpoints),
+                   "; free some, lower schedule.keep, or name another run directory"}));
+}
+
+/// All that a run is made of, in the order in which it is made.
+class Training {
+ public:
+  Training(recipe::Recipe recipe, const std::filesystem::path& folder)
+      : recipe_(std::move(recipe)),
+        policy_(open_policy(recipe_.model)),
+        task_(make_task(recipe_.task, policy_, recipe_.schedule.sampling.max_new_tokens)),
+        run_dir_(folder, *comm_),
+        arm_(prepared()),
+        agreement_{policy_.config, arm_.contract, arm_.guide, recipe_.schedule.seed},
+        store_(store_options()),
+        engine_(agreement_, arm_.rollout, Device{}, &store_, *comm_),
+        trainer_(agreement_, arm_.qat, recipe_.trainer, Device{}, *comm_) {
+    load(*policy_.weights, trainer_.initial_weights());
+    if (arm_.rl.kl_weight > 0) {
+      warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
+      Agreement plain = agreement_;
+      plain.guide = Guide{};
+      reference_.emplace(plain, arm_.qat, recipe_.trainer, Device{}, *comm_);
+      load(*policy_.weights, reference_->initial_weights());
+    }
+  }
+
+  void run(const std::function<void(std::int64_t, const Metrics&)>& watch) {
+    step::run({.arm = arm_,
+               .schedule = recipe_.schedule,
+               .task = *task_,
+               .engine = engine_,
+               .store = store_,
+               .trainer = trainer_,
+               .reference = reference_ ? &*reference_ : nullptr,
+               .run_dir = run_dir_,
+               .comm = *comm_,
+               .model = policy_.config,
+               .export_model = [this](const auto& to) { export_model(to); },
+               .evaluate = [this](std::int64_t step) { return evaluation(step); },
+               .report = watch});
+  }
+
+  const recipe::Budget& budget() const { return budget_; }
+
+ private:
+  Arm prepared() {
+    take_exponents(run_dir_, recipe_);
+    Arm arm = ready_arm(recipe_, policy_, *task_);
+    budget_ = recipe::budget(recipe_, arm, policy_.config);
+    check_room(budget_, run_dir_.folder());
+    run_dir_.begin(recipe::resolved(recipe_, arm.contract.id()));
+    return arm;
+  }
+
+  store::Options store_options() const {
+    store::Options options = recipe_.store;
+    if (recipe_.store_on_disk) options.folder = run_dir_.trace();
+    options.run = recipe_.schedule.seed;
+    options.contract = arm_.contract.id();
+    return options;
+  }
+
+  void export_model(const std::filesystem::path& folder) {
+    CheckpointWriter writer(folder, policy_.config, {.companion = policy_.folder});
+    sync::refit(trainer_.weights(), writer, contracts::bf16(), WeightVersion{0});
+  }
+
+  Metrics evaluation(std::int64_t step) {
+    const recipe::Evaluation& e = recipe_.evaluation;
+    const bool due = step == recipe_.schedule.steps || (e.every > 0 && step % e.every == 0);
+    if (!due || e.prompts == 0) return {};
+    const PassRate rate = evaluate(agreement_, trainer_.weights(), *task_, e, arm_.rollout,
+                                   recipe_.schedule.sampling.max_new_tokens);
+    return {{"val-core/" + recipe_.task.name + "/reward/mean@1", rate.mean},
+            {"val-core/" + recipe_.task.name + "/response_length/mean", rate.response_length}};
+  }
+
+  recipe::Recipe recipe_;
+  recipe::Budget budget_;
+  std::unique_ptr<Comm> comm_ = Comm::single();
+  Policy policy_;
+  std::unique_ptr<data::Task> task_;
+  step::RunDir run_dir_;
+  Arm arm_;
+  Agreement agreement_;
+  store::Store store_;
+  rollout::Engine engine_;
+  train::Trainer trainer_;
+  std::optional<train::Trainer> reference_;
+};
+
+}  // namespace
+
+TrainingResult run_training(
+    recipe::Recipe recipe, const std::filesystem::path& folder,
+    const std::function<void(std::int64_t step, const Metrics& metrics)>& watch) {
+  const std::string pass_rate = "val-core/" + recipe.task.name + "/reward/mean@1";
+  Training training(std::move(recipe), folder);
+  TrainingResult result = {.final_pass_rate = std::numeric_limits<double>::quiet_NaN(),
+                           .record_per_token = training.budget().record_per_token,
+                           .record_per_token_full = training.budget().record_per_token_full};
+  training.run([&](std::int64_t step, const Metrics& metrics) {
+    if (const auto found = metrics.find(pass_rate); found != metrics.end()) {
+      result.final_pass_rate = found->second;
+    }
+    if (watch) watch(step, metrics);
+  });
+  return result;
+}
+
+int train(const TrainArgs& args) {
+  const recipe::Recipe recipe = load_recipe(args.recipe, args.assignments);
+  const std::filesystem::path folder = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
+  {
+    const Policy policy = open_policy(recipe.model, false);
+    const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
+    info(cat({"arm ", recipe.arm.name, " of ", policy.folder.string(), ", contract ",
+              recipe.arm.contract}));
+    info(recipe::to_string(recipe::budget(recipe, arm, policy.config)));
+  }
+  step::Watch watch;
+  const auto began = seconds();
+  const TrainingResult result =
+      run_training(recipe, folder, [&](std::int64_t step, const Metrics& metrics) {
+        info(watch.line(step, recipe.schedule.steps, metrics));
+      });
+  if (std::isfinite(result.final_pass_rate)) {
+    info(cat({"pass rate ", std::round(result.final_pass_rate * 1e3) / 1e3, " on ",
+              recipe.evaluation.prompts, " prompts never trained on"}));
+  }
+  info(cat({"done in ", std::round(seconds() - began), " s; the policy is ", folder.string(),
+            "/checkpoints/step_", recipe.schedule.steps, ", its metrics ", folder.string(),
+            "/metrics.jsonl"}));
+  return 0;
+}
+
+}  // namespace lockstep::cli
