@@ -116,6 +116,35 @@ def test_encodes_as_tokenizers_does(folder):
         assert tokens == theirs.encode(text, add_special_tokens=False).ids, repr(text)
 
 
+def variant(ranks, name):
+    json_ = tokenizer_json(ranks, True, True)
+    if name == "gpt2":
+        json_["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False,
+                                  "trim_offsets": True, "use_regex": True}
+    if name == "whole words":
+        json_["model"]["ignore_merges"] = True
+        json_["model"]["merges"] = json_["model"]["merges"][:2000]
+    if name == "literal":
+        json_["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"String": " "}
+    if name == "normalized":
+        for i, content in enumerate(["e\u0301X", "im_", "<|im"]):
+            json_["added_tokens"].append({**json_["added_tokens"][0], "id": len(ranks) + 4 + i,
+                                          "content": content, "normalized": True,
+                                          "special": i == 1})
+    return json_
+
+
+@pytest.mark.parametrize("name", ["gpt2", "whole words", "literal", "normalized"])
+def test_variants_encode_as_tokenizers_does(name, ranks, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(variant(ranks, name)))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = FIXED + random_texts(800, 6) + ["\u00e9Xe\u0301X<|im_start|>im_<|im"]
+    ours = ask([{"op": "tokenizer", "folder": str(tmp_path)}]
+               + [{"op": "encode", "text": text} for text in texts])[1:]
+    for text, tokens in zip(texts, ours):
+        assert tokens == theirs.encode(text, add_special_tokens=False).ids, repr(text)
+
+
 def test_decodes_as_tokenizers_does_at_any_cut(folder, ranks):
     theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(2)
@@ -147,13 +176,13 @@ def test_agrees_with_tiktoken(ranks, tmp_path):
         assert bytes.fromhex(back) == text.encode()
 
 
-def test_text_that_is_no_utf8_is_refused():
-    with pytest.raises(RuntimeError, match="no such folder|cannot read"):
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match="/no/such/folder"):
         ask_one({"op": "tokenizer", "folder": "/no/such/folder"})
 
 
 def test_encodes_fast(folder):
-    text = " ".join(random_texts(400, 5)) * 4
+    text = " ".join(random_texts(400, 5)) * 40
     load = {"op": "tokenizer", "folder": str(folder)}
     start = time.time()
     ask([load])
@@ -161,4 +190,4 @@ def test_encodes_fast(folder):
     ask([load, {"op": "encode", "text": text}])
     seconds = max(1e-3, (time.time() - loaded) - (loaded - start))
     print(f"load {loaded - start:.2f} s, {len(text.encode()) / seconds / 1e6:.2f} MB/s")
-    assert seconds < 20
+    assert seconds < 30  # it takes about one; machines are busy
