@@ -135,6 +135,9 @@ TEST(RecordFormat, TheDocumentsExamplesAreWhatIsWritten) {
 TEST(RecordFormat, SizesAreTheDocuments) {
   std::map<std::string, Bytes> rows = rows_in("docs/formats/record.md");
   const auto size = [&](const char* name) { return static_cast<std::int32_t>(rows[name].size()); };
+  EXPECT_EQ(rows["experts8"], (Bytes{3, 9}));
+  EXPECT_EQ(rows["experts16"], (Bytes{3, 0, 300 & 0xff, 300 >> 8}));
+  EXPECT_EQ(rows["bf16"], (Bytes{0x80, 0x3f, 0x20, 0xc0}));
   EXPECT_EQ(size("experts8"), (RowLayout{Encoding::kExperts8, 2, 1, 0}.bytes()));
   EXPECT_EQ(size("experts16"), (RowLayout{Encoding::kExperts16, 2, 1, 0}.bytes()));
   EXPECT_EQ(size("bf16"), (RowLayout{Encoding::kBf16, 2, 16, 1}.bytes()));

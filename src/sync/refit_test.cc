@@ -150,6 +150,23 @@ TEST(Refit, ANanIsNamedAndNothingCommitted) {
   }
 }
 
+TEST(Refit, R66_TheScalesFormIsAFieldOfTheContractAndMovesTheErrorAlone) {
+  Masters masters;
+  Keeper keeper;
+  Contract ours = contracts::lockstep(kModel.num_layers);
+  ours.weight.scale_rule = ScaleRule::kTe;  // which takes either
+  Contract theirs = ours;
+  theirs.weight.global_is_power_of_two = false;
+  EXPECT_EQ(diff(ours, theirs).find("weight.global_is_power_of_two"), 0u) << diff(ours, theirs);
+  const double with = refit(masters, keeper, ours, {}).at("fp4/refit/rel_err");
+  EXPECT_EQ(keeper.contract, ours.id());
+  const double without = refit(masters, keeper, theirs, {}).at("fp4/refit/rel_err");
+  EXPECT_EQ(keeper.contract, theirs.id());
+  EXPECT_NE(ours.id(), theirs.id());
+  EXPECT_NE(with, without);
+  EXPECT_NEAR(with, without, 0.1 * with);
+}
+
 TEST(Refit, R35_TinyWeightsAreNotFlushed) {
   Masters masters;
   masters.scale = 1e-6f;
