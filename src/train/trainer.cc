@@ -59,6 +59,7 @@ struct Lane {
 };
 
 constexpr std::int64_t kMaxLanes = 8;
+constexpr std::int64_t kMinPass = 1024;                          // tokens
 constexpr std::int64_t kMaxLaneNumbers = std::int64_t{1} << 28;  // of gradients, over all lanes
 
 }  // namespace
@@ -79,8 +80,14 @@ struct Trainer::Impl {
     }
   }
 
+  /// As many passes as there are lanes, unless they would be very short or longer than allowed.
   std::vector<Pack> cut(std::span<const Trajectory> batch) const {
-    return pack(batch, {.tokens_per_pass = options.tokens_per_pass,
+    std::size_t tokens = 0;
+    for (const Trajectory& trajectory : batch) tokens += trajectory.tokens.size();
+    const auto fair = static_cast<std::int64_t>(tokens / lanes.size() + 1);
+    const std::int64_t limit =
+        std::min<std::int64_t>(options.tokens_per_pass, std::max(fair, kMinPass));
+    return pack(batch, {.tokens_per_pass = static_cast<std::int32_t>(limit),
                         .max_positions = agreement.model.max_positions,
                         .vocabulary = agreement.model.vocabulary});
   }
