@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
@@ -293,6 +294,25 @@ TEST_F(TrainerTest, RecomputeLeavesTheSameWeights) {
     }
     after.push_back(take(trainer->weights()));
   }
+  for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
+}
+
+TEST_F(TrainerTest, TheNumberOfThreadsChangesNoBit) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch =
+      random_batch(agreement.model, std::vector<int>(60, 50));  // three passes
+  std::vector<Weights> after;
+  for (const int count : {1, 3}) {
+    set_threads(count);
+    const auto trainer = make(agreement, {.lr = 1e-2}, random_weights(agreement.model, 3));
+    for (int step = 0; step < 2; ++step) {
+      trainer->accumulate(batch, nullptr, some_loss);
+      trainer->update();
+    }
+    after.push_back(take(trainer->weights()));
+  }
+  set_threads(0);
   for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
 }
 
