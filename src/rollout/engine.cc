@@ -368,7 +368,7 @@ std::vector<std::pair<Order, Trajectory>> Engine::Impl::step() {
   if (!chunks.empty()) {
     run(chunks);
   } else if (!scheduler.idle() && !held_back) {
-    throw Error("no sequence can go on: cache_bytes and swap_bytes are all in use");
+    throw Error("no sequence can go on: rollout.cache and rollout.swap are all in use");
   }
   counts.seconds += timer.lap();
   return std::exchange(finished, {});

@@ -243,7 +243,7 @@ TEST(Engine, SaysInOneLineWhatIsWrong) {
   a = small_agreement();
   a.contract.kv_exponents.pop_back();
   EXPECT_TRUE(has(make(a, {}), "kv_exponents"));
-  EXPECT_TRUE(has(make(small_agreement(), {.cache_bytes = 1}), "cache_bytes is 1"));
+  EXPECT_TRUE(has(make(small_agreement(), {.cache_bytes = 1}), "rollout.cache is 1"));
   EXPECT_TRUE(has(make(small_agreement(), {.page_tokens = 0}), "page_tokens"));
   EXPECT_TRUE(has(make(small_agreement(), {.tokens_per_pass = 0}), "tokens_per_pass"));
 

@@ -64,13 +64,14 @@ std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_
 
 KvCache::KvCache(const Agreement& agreement, const Options& options)
     : page_tokens_(options.page_tokens) {
-  if (page_tokens_ < 1) throw Error(cat({"page_tokens is ", page_tokens_, ", not at least 1"}));
+  if (page_tokens_ < 1)
+    throw Error(cat({"rollout.page_tokens is ", page_tokens_, ", not at least 1"}));
   layers_ = cache_layout(agreement, page_tokens_);
   page_bytes_ = layers_.at(0).k.page_bytes;
   const std::int64_t frames = options.cache_bytes / page_bytes_;
   if (frames < 1) {
-    throw Error(cat({"cache_bytes is ", options.cache_bytes, ", less than one page of ",
-                     page_tokens_, " tokens, ", page_bytes_, " bytes: raise cache_bytes"}));
+    throw Error(cat({"rollout.cache is ", options.cache_bytes, ", less than one page of ",
+                     page_tokens_, " tokens, ", page_bytes_, " bytes: raise rollout.cache"}));
   }
   frame_count_ = static_cast<std::int32_t>(std::min<std::int64_t>(frames, INT32_MAX));
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;

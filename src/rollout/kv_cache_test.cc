@@ -79,7 +79,7 @@ TEST(KvCache, RefusesABudgetOfLessThanAPage) {
     KvCache(agreement(), {.cache_bytes = 100});
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("cache_bytes is 100"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("rollout.cache is 100"), std::string::npos);
   }
 }
 

@@ -53,10 +53,10 @@ Scheduler::Scheduler(const Agreement& agreement, const Options& options, KvCache
       trace_(trace),
       begin_(std::move(begin)) {
   if (options.tokens_per_pass < 1) {
-    throw Error(cat({"tokens_per_pass is ", options.tokens_per_pass, ", not at least 1"}));
+    throw Error(cat({"rollout.tokens_per_pass is ", options.tokens_per_pass, ", not at least 1"}));
   }
   if (options.max_sequences < 1) {
-    throw Error(cat({"max_sequences is ", options.max_sequences, ", not at least 1"}));
+    throw Error(cat({"rollout.max_sequences is ", options.max_sequences, ", not at least 1"}));
   }
   wanted_per_pass_ =
       std::max<std::int64_t>(1, kLogitBytes / (4 * std::int64_t{agreement.model.vocabulary}));
@@ -95,10 +95,10 @@ void Scheduler::check(const Request& request, bool scored) const {
   const std::int64_t tokens = most_fed(request, scored);
   const std::int64_t needed = std::max<std::int64_t>(1, group_pages(request, scored, 1));
   if (needed <= cache_.frames()) return;
-  throw Error(
-      cat({"prompt ", request.prefix.prompt.value, ": one sequence of ", tokens, " tokens needs ",
-           needed * cache_.page_bytes(), " bytes of cache, cache_bytes gives ",
-           cache_.frames() * cache_.page_bytes(), ": raise cache_bytes or lower max_new_tokens"}));
+  throw Error(cat({"prompt ", request.prefix.prompt.value, ": one sequence of ", tokens,
+                   " tokens needs ", needed * cache_.page_bytes(),
+                   " bytes of cache, rollout.cache gives ", cache_.frames() * cache_.page_bytes(),
+                   ": raise rollout.cache or lower rollout.max_new_tokens"}));
 }
 
 std::int64_t Scheduler::submit(Request request, bool scored) {

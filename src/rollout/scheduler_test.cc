@@ -187,7 +187,7 @@ TEST(Scheduler, ASequenceThatCanNeverFitIsRefusedAtOnce) {
   } catch (const Error& error) {
     const std::string message = error.what();
     EXPECT_NE(message.find("prompt 2"), std::string::npos) << message;
-    EXPECT_NE(message.find("cache_bytes"), std::string::npos) << message;
+    EXPECT_NE(message.find("rollout.cache"), std::string::npos) << message;
     EXPECT_NE(message.find(std::to_string(4 * s.cache().page_bytes())), std::string::npos);
     EXPECT_NE(message.find(std::to_string(3 * s.cache().page_bytes())), std::string::npos);
   }
