@@ -1,7 +1,7 @@
 // lockstep VERB ...: reads the command line and calls the verb.
 #include <CLI/CLI.hpp>
 #include <functional>
-#include <iostream>
+#include <memory>
 #include <string>
 
 #include "cli/log.h"
@@ -17,11 +17,51 @@ CLI::App* verb(CLI::App& app, const std::string& name, const std::string& what,
   return sub;
 }
 
-void add_recipe(CLI::App* sub, std::string& recipe, std::vector<std::string>& assignments,
-                bool required) {
-  auto* option = sub->add_option("recipe", recipe, "a TOML file; recipes/ has examples");
+/// `recipe` and the assignments behind it. The options' values live as long as the verb's callback.
+template <typename Args>
+void add_recipe(CLI::App* sub, Args& args, bool required) {
+  auto* option = sub->add_option("recipe", args.recipe, "a TOML file; recipes/ has examples");
   if (required) option->required();
-  sub->add_option("assignments", assignments, "key=value, over what the recipe says");
+  sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
+}
+
+/// Which verb was named, with what its options say.
+using Chosen = std::function<int()>;
+
+void add_sft(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<SftArgs>();
+  auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
+                   "sft recipes/tiny_sft.toml --out models/tiny-moe");
+  add_recipe(sub, *args, true);
+  sub->add_option("--out", args->out, "the folder to write; default: runs/<recipe>");
+  sub->callback([&chosen, args] { chosen = [args] { return sft(*args); }; });
+}
+
+void add_train(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<TrainArgs>();
+  auto* sub = verb(app, "train", "run a recipe, or go on with a run that was interrupted",
+                   "train recipes/demo.toml arm=trace schedule.steps=20 --run mine");
+  add_recipe(sub, *args, true);
+  sub->add_option("--run", args->run, "a name below runs/, or a path; default: the recipe's");
+  sub->callback([&chosen, args] { chosen = [args] { return train(*args); }; });
+}
+
+void add_inspect(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<InspectArgs>();
+  auto* sub =
+      verb(app, "inspect", "show what is in a checkpoint, a run directory, or recorded segments",
+           "inspect models/tiny-moe\n"
+           "  ./lockstep inspect runs/demo/trace --span 12:0 --place 3.w13_in --position 40");
+  sub->add_option("path", args->path,
+                  "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
+      ->required();
+  sub->add_option("--contract", args->contract,
+                  "the preset under which a checkpoint's weights are measured");
+  sub->add_option("--span", args->span,
+                  "its id, or PROMPT (what its samples share), PROMPT:SAMPLE, PROMPT:SAMPLE:TURN");
+  sub->add_option("--place", args->place, "LAYER.SITE, as 3.w13_in: the span's row there");
+  sub->add_option("--position", args->position, "of that row; default: the span's first");
+  sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
 }
 
 int run(int argc, char** argv) {
@@ -30,21 +70,10 @@ int run(int argc, char** argv) {
       "training.",
       "./lockstep");
   app.require_subcommand(1);
-  std::function<int()> chosen;
-
-  SftArgs sft_args;
-  auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
-                   "sft recipes/tiny_sft.toml --out models/tiny-moe");
-  add_recipe(sub, sft_args.recipe, sft_args.assignments, true);
-  sub->add_option("--out", sft_args.out, "the folder to write; default: runs/<recipe>");
-  sub->callback([&] { chosen = [&] { return sft(sft_args); }; });
-
-  TrainArgs train_args;
-  sub = verb(app, "train", "run a recipe, or go on with a run that was interrupted",
-             "train recipes/demo.toml arm=trace schedule.steps=20 --run mine");
-  add_recipe(sub, train_args.recipe, train_args.assignments, true);
-  sub->add_option("--run", train_args.run, "a name below runs/, or a path; default: the recipe's");
-  sub->callback([&] { chosen = [&] { return train(train_args); }; });
+  Chosen chosen;
+  add_sft(app, chosen);
+  add_train(app, chosen);
+  add_inspect(app, chosen);
 
   try {
     app.parse(argc, argv);

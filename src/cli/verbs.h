@@ -62,8 +62,11 @@ struct EvalArgs {
 int eval(const EvalArgs& args);
 
 struct InspectArgs {
-  std::string path;  // a checkpoint, a run directory, a folder of segments, or a segment
-  std::string span;  // its id: what is recorded of it
+  std::string path;  // a checkpoint, a run directory, a folder of segments, a file of either kind
+  std::string contract = "lockstep";  // under which a checkpoint's weights are measured
+  std::string span;                   // an id, or PROMPT[:SAMPLE[:TURN]]: what is recorded of it
+  std::string place;                  // "3.w13_in": that row of it
+  std::int32_t position = -1;         // -1: the span's first
 };
 int inspect(const InspectArgs& args);
 

@@ -1,0 +1,104 @@
+// What a path is follows from what lies there; the command line need not say.
+#include "cli/inspect.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "base/text.h"
+#include "cli/columns.h"
+#include "recipe/recipe.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool has_segments(const fs::path& folder) {
+  return std::any_of(fs::directory_iterator(folder), fs::directory_iterator(),
+                     [](const auto& entry) { return entry.path().extension() == ".segment"; });
+}
+
+bool begins_as_segment(const fs::path& file) {
+  std::array<char, 4> magic{};
+  std::ifstream in(file, std::ios::binary);
+  return in.read(magic.data(), magic.size()) && std::string_view(magic.data(), 4) == "\x89LSS";
+}
+
+std::string first_line(const fs::path& file) {
+  std::ifstream in(file);
+  std::string line;
+  std::getline(in, line);
+  return line;
+}
+
+/// The steps of step_N below checkpoints/, ascending.
+std::vector<std::int64_t> checkpoint_steps(const fs::path& run) {
+  std::vector<std::int64_t> steps;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(run / "checkpoints", none)) {
+    const std::string name = entry.path().filename().string();
+    std::int64_t step = 0;
+    const char* end = name.data() + name.size();
+    if (!name.starts_with("step_")) continue;
+    if (std::from_chars(name.data() + 5, end, step).ptr == end) steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+void inspect_run(const fs::path& folder, const InspectArgs& args) {
+  std::int64_t lines = 0;
+  std::string last, line;
+  std::ifstream metrics(folder / "metrics.jsonl");
+  while (std::getline(metrics, line)) {
+    ++lines;
+    last = line;
+  }
+  std::string text = cat({folder.string(), ": a run of ", lines, " steps"});
+  const std::string contract = first_line(folder / "recipe.toml");
+  if (contract.starts_with("# ")) text += ", " + contract.substr(2);
+  text += "\ncheckpoints:";
+  const std::vector<std::int64_t> steps = checkpoint_steps(folder);
+  for (const std::int64_t step : steps) text += cat({" step_", step});
+  text += steps.empty() ? " none\n" : "\n";
+  if (!last.empty()) text += "last metrics: " + last + "\n";
+  print(text);
+  if (fs::is_directory(folder / "trace")) inspect_trace(folder / "trace", args);
+}
+
+}  // namespace
+
+int inspect(const InspectArgs& args) {
+  const fs::path path = recipe::find(args.path, "the path");
+  if (args.span.empty() && (!args.place.empty() || args.position >= 0)) {
+    throw Usage("--place and --position choose rows of a span; name it with --span");
+  }
+  if (!fs::is_directory(path)) {
+    if (begins_as_segment(path) || path.extension() == ".segment") {
+      inspect_trace(path, args);
+    } else if (path.extension() == ".safetensors") {
+      inspect_safetensors(path);
+    } else {
+      throw Usage(cat({path.string(),
+                       " is neither a segment nor a .safetensors file; inspect reads those, "
+                       "checkpoints, run directories and folders of segments"}));
+    }
+  } else if (fs::exists(path / "config.json")) {
+    inspect_checkpoint(path, args);
+  } else if (fs::exists(path / "metrics.jsonl") || fs::exists(path / "recipe.toml")) {
+    inspect_run(path, args);
+  } else if (has_segments(path)) {
+    inspect_trace(path, args);
+  } else {
+    throw Usage(cat({path.string(),
+                     " has neither config.json (a checkpoint), metrics.jsonl (a run) nor segments; "
+                     "name one that has"}));
+  }
+  return 0;
+}
+
+}  // namespace lockstep::cli
