@@ -88,7 +88,7 @@ class TileRunner {
            const KvTables& v_tables, const AttentionTile& tile) {
     stride_ = (args.head_dim + kLanes - 1) / kLanes * kLanes;
     group_ = args.num_heads / args.num_kv_heads;
-    begin(args, tile);
+    begin(args, ops, tile);
     const auto* position = args.rows.positions.data() + tile.first_row;
     const std::int32_t last = position[tile.rows - 1];
     const auto sequence = args.rows.sequence[static_cast<std::size_t>(tile.first_row)];
@@ -125,12 +125,12 @@ class TileRunner {
         }
       }
     }
-    end(args, tile);
+    end(args, ops, tile);
   }
 
  private:
   /// Queries in FP32, padded with zeros; sums and totals at their start.
-  void begin(const AttentionArgs& args, const AttentionTile& tile) {
+  void begin(const AttentionArgs& args, const AttentionOps& ops, const AttentionTile& tile) {
     const std::int64_t dim = args.head_dim;
     const auto heads = static_cast<std::size_t>(tile.rows * group_);
     const auto width = static_cast<std::size_t>(stride_);
@@ -148,23 +148,20 @@ class TileRunner {
       for (std::int64_t g = 0; g < group_; ++g) {
         const auto head = static_cast<std::size_t>(row * group_ + g);
         float* to = q_.data() + head * width;
-        for (std::int64_t c = 0; c < dim; ++c) to[place_of(c, dim)] = to_float(q[g * dim + c]);
+        ops.load(q + g * dim, dim, to);
         heads_[head] = {to, sums_.data() + head * width, -std::numeric_limits<float>::infinity(),
                         0.0f};
       }
     }
   }
 
-  void end(const AttentionArgs& args, const AttentionTile& tile) const {
+  void end(const AttentionArgs& args, const AttentionOps& ops, const AttentionTile& tile) const {
     const std::int64_t dim = args.head_dim;
     for (std::int64_t row = 0; row < tile.rows; ++row) {
       Bf16* out =
           args.out.data + (tile.first_row + row) * args.out.stride[0] + tile.kv_head * group_ * dim;
       for (std::int64_t g = 0; g < group_; ++g) {
-        const HeadState& head = heads_[static_cast<std::size_t>(row * group_ + g)];
-        for (std::int64_t c = 0; c < dim; ++c) {
-          out[g * dim + c] = to_bf16(head.sums[place_of(c, dim)] / head.total);
-        }
+        ops.store(heads_[static_cast<std::size_t>(row * group_ + g)], dim, out + g * dim);
       }
     }
   }

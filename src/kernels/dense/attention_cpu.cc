@@ -12,8 +12,13 @@ KvTables::KvTables(std::int8_t exponent) {
 }
 
 AttentionOps attention_portable() {
-  return {.read = [](const KvBlock& block) { read_block(block); },
-          .take = [](const HeadBlock& block, HeadState& head) { take_block(block, head); }};
+  return {
+      .load = [](const Bf16* q, std::int64_t dim, float* out) { load_query(q, dim, out); },
+      .store = [](const HeadState& head, std::int64_t dim,
+                  Bf16* out) { store_head(head, dim, out); },
+      .read = [](const KvBlock& block) { read_block(block); },
+      .take = [](const HeadBlock& block, HeadState& head) { take_block(block, head); },
+  };
 }
 
 }  // namespace lockstep::kernels

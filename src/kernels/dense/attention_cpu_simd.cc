@@ -246,10 +246,27 @@ take_avx512(const HeadBlock& block, HeadState& head) {
   if (c < block.stride) add_values_avx512<1>(block, p, shrink, c, head.sums);
 }
 
+__attribute__((target("avx2,fma"))) void load_avx2(const Bf16* q, std::int64_t dim, float* out) {
+  load_query(q, dim, out);
+}
+__attribute__((target("avx2,fma"))) void store_avx2(const HeadState& head, std::int64_t dim,
+                                                    Bf16* out) {
+  store_head(head, dim, out);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
+load_avx512(const Bf16* q, std::int64_t dim, float* out) {
+  load_query(q, dim, out);
+}
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
+store_avx512(const HeadState& head, std::int64_t dim, Bf16* out) {
+  store_head(head, dim, out);
+}
+
 }  // namespace
 
-AttentionOps attention_avx512() { return {read_avx512, take_avx512}; }
-AttentionOps attention_avx2() { return {read_avx2, take_avx2}; }
+AttentionOps attention_avx512() { return {load_avx512, store_avx512, read_avx512, take_avx512}; }
+AttentionOps attention_avx2() { return {load_avx2, store_avx2, read_avx2, take_avx2}; }
 
 }  // namespace lockstep::kernels
 

@@ -59,8 +59,11 @@ struct HeadBlock {
   float scale;  // 1 / sqrt(C)
 };
 
-/// The loops of one ISA.
+/// The loops of one ISA. `load` puts a query in the order of place_of(), `store` gives a head's
+/// result.
 struct AttentionOps {
+  void (*load)(const Bf16* q, std::int64_t dim, float* out);
+  void (*store)(const HeadState& head, std::int64_t dim, Bf16* out);
   void (*read)(const KvBlock& block);
   void (*take)(const HeadBlock& block, HeadState& head);
 };
@@ -138,6 +141,19 @@ constexpr std::int64_t place_of(std::int64_t c, std::int64_t dim) {
       read_codes(block, cursor.row(), 0, out);
     }
   }
+}
+
+[[gnu::always_inline]] inline void load_query(const Bf16* q, std::int64_t dim, float* out) {
+  const std::int64_t whole = dim / 32 * 32;
+  for (std::int64_t c = 0; c < whole; c += 32) split_pairs(q + c, out + c);
+  for (std::int64_t c = whole; c < dim; ++c) out[c] = to_float(q[c]);
+}
+
+[[gnu::always_inline]] inline void store_head(const HeadState& head, std::int64_t dim, Bf16* out) {
+  const std::int64_t whole = dim / 32 * 32;
+  for (std::int64_t c = 0; c < dim; ++c) head.sums[c] /= head.total;
+  for (std::int64_t c = 0; c < whole; c += 32) join_pairs(head.sums + c, out + c);
+  for (std::int64_t c = whole; c < dim; ++c) out[c] = to_bf16(head.sums[c]);
 }
 
 /// q . key in 16 lanes, fused and in the order of place_of(); lanes are added by halves.

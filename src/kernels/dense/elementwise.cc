@@ -43,24 +43,6 @@ std::int64_t first_bad(std::int64_t rows, std::int64_t cols, const Good& good) {
   return lowest == kNone ? -1 : lowest.load();
 }
 
-void noise_row(const DriftNoiseArgs& args, std::int64_t row,
-               decltype(ElementwiseOps::noise) noise) {
-  const std::int64_t cols = args.x.shape[1];
-  Bf16* x = args.x.data + row * args.x.stride[0];
-  const float rms = std::sqrt(sum_of_squares(x, cols) / static_cast<float>(cols));
-  const float sigma = args.sigma * 0.707106781f;
-  const auto i = static_cast<std::size_t>(row);
-  PhiloxWords counter = philox_counter(
-      args.streams[i], static_cast<std::uint32_t>(args.positions[i]), args.site << 16);
-  for (std::int64_t at = 0; at < cols; at += 2 * kLanes, counter[3] += kLanes) {
-    float values[2][kLanes] = {};
-    const std::int64_t count = std::min(cols - at, 2 * kLanes);
-    for (std::int64_t k = 0; k < count; ++k) values[k % 2][k / 2] = to_float(x[at + k]);
-    noise(args.seed, counter, rms, sigma, values);
-    for (std::int64_t k = 0; k < count; ++k) x[at + k] = to_bf16(values[k % 2][k / 2]);
-  }
-}
-
 }  // namespace
 
 std::int64_t residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h) {
@@ -124,7 +106,7 @@ void drift_noise(const DriftNoiseArgs& args, Stream) {
   }
   const auto noise = ops().noise;
   parallel_for(rows, grain(cols, 1 << 12), [&](std::int64_t first, std::int64_t end) {
-    for (; first < end; ++first) noise_row(args, first, noise);
+    for (; first < end; ++first) noise(args, first);
   });
 }
 

@@ -62,13 +62,12 @@ draw_avx512(std::uint64_t seed, const PhiloxWords& counter, std::uint32_t first,
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
-noise_avx512(std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
-             float (&x)[2][kLanes]) {
-  PhiloxLanes draw;
-  for (std::uint32_t first = 0; first < kLanes; first += 16) {
-    draw_avx512(seed, counter, first, draw);
-  }
-  add_noise(draw, rms, sigma, x);
+lanes_avx512(std::uint64_t seed, const PhiloxWords& counter, PhiloxLanes& out) {
+  for (std::uint32_t first = 0; first < kLanes; first += 16) draw_avx512(seed, counter, first, out);
+}
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
+noise_avx512(const DriftNoiseArgs& args, std::int64_t row) {
+  noise_row<lanes_avx512>(args, row);
 }
 
 __attribute__((target("avx2,fma"))) bool add_avx2(const Bf16* x, std::int64_t cols, Bf16* h) {
@@ -123,13 +122,12 @@ __attribute__((target("avx2,fma"), always_inline)) inline void draw_avx2(std::ui
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.word[3] + first), d);
 }
 
-__attribute__((target("avx2,fma"))) void noise_avx2(std::uint64_t seed, const PhiloxWords& counter,
-                                                    float rms, float sigma, float (&x)[2][kLanes]) {
-  PhiloxLanes draw;
-  for (std::uint32_t first = 0; first < kLanes; first += 8) {
-    draw_avx2(seed, counter, first, draw);
-  }
-  add_noise(draw, rms, sigma, x);
+__attribute__((target("avx2,fma"))) void lanes_avx2(std::uint64_t seed, const PhiloxWords& counter,
+                                                    PhiloxLanes& out) {
+  for (std::uint32_t first = 0; first < kLanes; first += 8) draw_avx2(seed, counter, first, out);
+}
+__attribute__((target("avx2,fma"))) void noise_avx2(const DriftNoiseArgs& args, std::int64_t row) {
+  noise_row<lanes_avx2>(args, row);
 }
 
 }  // namespace

@@ -71,11 +71,30 @@ struct PhiloxLanes {
   }
 }
 
-/// 32 elements, even ones first.
-[[gnu::always_inline]] inline void add_noise(const PhiloxLanes& draw, float rms, float sigma,
-                                             float (&x)[2][kLanes]) {
-  add_noise(draw.word[0], draw.word[1], rms, sigma, x[0]);
-  add_noise(draw.word[2], draw.word[3], rms, sigma, x[1]);
+/// A row's noise; kDraw is philox_lanes() or the same in other instructions.
+template <auto kDraw>
+[[gnu::always_inline]] inline void noise_row(const DriftNoiseArgs& args, std::int64_t row) {
+  const std::int64_t cols = args.x.shape[1];
+  Bf16* x = args.x.data + row * args.x.stride[0];
+  const float rms = std::sqrt(sum_of_squares(x, cols) / static_cast<float>(cols));
+  const float sigma = args.sigma * 0.707106781f;
+  const auto i = static_cast<std::size_t>(row);
+  PhiloxWords counter = philox_counter(
+      args.streams[i], static_cast<std::uint32_t>(args.positions[i]), args.site << 16);
+  for (std::int64_t at = 0; at < cols; at += 2 * kLanes, counter[3] += kLanes) {
+    PhiloxLanes draw;
+    kDraw(args.seed, counter, draw);
+    const bool whole = cols - at >= 2 * kLanes;
+    const auto left = static_cast<std::size_t>(cols - at) * sizeof(Bf16);
+    Bf16 part[2 * kLanes] = {};
+    if (!whole) std::memcpy(part, x + at, left);
+    float values[2][kLanes];
+    split_pairs(whole ? x + at : part, values[0]);
+    add_noise(draw.word[0], draw.word[1], rms, sigma, values[0]);
+    add_noise(draw.word[2], draw.word[3], rms, sigma, values[1]);
+    join_pairs(values[0], whole ? x + at : part);
+    if (!whole) std::memcpy(x + at, part, left);
+  }
 }
 
 /// h = bf16(h + x) of a row; is it finite?
@@ -119,9 +138,7 @@ struct ElementwiseOps {
   bool (*add)(const Bf16* x, std::int64_t cols, Bf16* h);
   bool (*finite)(const Bf16* x, std::int64_t cols);
   void (*combine)(const CombineArgs& args, std::int64_t first, std::int64_t end);
-  /// 32 elements, even ones first, whose first counter is given.
-  void (*noise)(std::uint64_t seed, const PhiloxWords& counter, float rms, float sigma,
-                float (&x)[2][kLanes]);
+  void (*noise)(const DriftNoiseArgs& args, std::int64_t row);
 };
 
 ElementwiseOps elementwise_portable();

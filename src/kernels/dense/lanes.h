@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "numerics/bf16.h"
 
@@ -43,6 +44,26 @@ template <typename T>
     lane[j] += v * v;
   }
   return sum_of_lanes(lane);
+}
+
+/// 32 BF16 numbers: the even ones to out, the odd ones to out + 16.
+[[gnu::always_inline]] inline void split_pairs(const Bf16* x, float* out) {
+  std::uint32_t words[kLanes];
+  std::memcpy(words, x, sizeof words);
+  for (std::int64_t j = 0; j < kLanes; ++j) {
+    out[j] = float_of(words[j] << 16);
+    out[kLanes + j] = float_of(words[j] & 0xFFFF0000u);
+  }
+}
+
+/// The reverse, rounded.
+[[gnu::always_inline]] inline void join_pairs(const float* x, Bf16* out) {
+  std::uint32_t words[kLanes];
+  for (std::int64_t j = 0; j < kLanes; ++j) {
+    const std::uint32_t even = bits_of(to_bf16(x[j])), odd = bits_of(to_bf16(x[kLanes + j]));
+    words[j] = even | odd << 16;
+  }
+  std::memcpy(out, words, sizeof words);
 }
 
 /// e^x to 2 ulp for x in [-87, 88]; 0 below. A NaN stays one.
