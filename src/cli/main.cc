@@ -46,6 +46,50 @@ void add_train(CLI::App& app, Chosen& chosen) {
   sub->callback([&chosen, args] { chosen = [args] { return train(*args); }; });
 }
 
+/// What verbs that ask a model start from.
+template <typename Args>
+void add_subject(CLI::App* sub, Args& args) {
+  sub->add_option("recipe", args.recipe, "a TOML file, a checkpoint, or a run directory");
+  sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
+  sub->add_option("--model", args.model, "a Hugging Face directory, over the recipe's");
+}
+
+void add_rollout(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<RolloutArgs>();
+  auto* sub = verb(app, "rollout", "let a model answer prompts, or score sequences; JSON lines",
+                   "rollout recipes/demo.toml arm=trace --n 8 --samples 4 --out answers.jsonl\n"
+                   "  ./lockstep rollout recipes/demo.toml --score answers.jsonl --gap");
+  add_subject(sub, *args);
+  sub->add_option("--n", args->prompts, "how many of the task's prompts")->capture_default_str();
+  sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
+  sub->add_option("--prompt", args->prompt, "this text, not the task's prompts");
+  sub->add_option("--step", args->step, "the prompts of that step of training, not evaluation's");
+  sub->add_option("--trace", args->trace, "a folder in which to leave the records");
+  sub->add_option("--score", args->score,
+                  "a JSONL file of sequences (token_ids or tokens, text, or prompt and response): "
+                  "write their log-probs");
+  sub->add_flag("--trainer", args->by_trainer, "score by the trainer, not by the engine");
+  sub->add_flag("--gap", args->gap, "score by both, the trainer guided as the arm says");
+  sub->add_option("--out", args->out, "the file to write; default: stdout");
+  sub->callback([&chosen, args] { chosen = [args] { return rollout(*args); }; });
+}
+
+void add_eval(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<EvalArgs>();
+  auto* sub = verb(app, "eval", "judge a model on prompts kept apart, in the rollout's numbers",
+                   "eval runs/mine --n 256 --samples 4\n"
+                   "  ./lockstep eval models/tiny-moe arm=naive --greedy");
+  add_subject(sub, *args);
+  sub->add_option("--n", args->prompts, "how many prompts; default: the recipe's eval.prompts");
+  sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
+  sub->add_flag("--greedy", args->greedy, "the likeliest token each time");
+  sub->add_option("--temperature", args->temperature, "default: the recipe's");
+  sub->add_option("--top-p", args->top_p, "default: the recipe's");
+  sub->add_option("--top-k", args->top_k, "default: the recipe's; 0: all");
+  sub->add_option("--out", args->out, "a file for the answers, as rollout writes them");
+  sub->callback([&chosen, args] { chosen = [args] { return eval(*args); }; });
+}
+
 void add_inspect(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<InspectArgs>();
   auto* sub =
@@ -73,6 +117,8 @@ int run(int argc, char** argv) {
   Chosen chosen;
   add_sft(app, chosen);
   add_train(app, chosen);
+  add_rollout(app, chosen);
+  add_eval(app, chosen);
   add_inspect(app, chosen);
 
   try {

@@ -59,9 +59,10 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
   } catch (const Error& error) {
     throw Usage(error.what());
   }
-  constexpr std::int32_t kCalibrationPrompts = 32;
+  constexpr std::int64_t kCalibrationPrompts = 32;
+  const auto count = std::min(kCalibrationPrompts, task.evaluation_size());
   std::vector<std::vector<Token>> batch;
-  for (const data::Prompt& prompt : task.evaluation(kCalibrationPrompts)) {
+  for (const data::Prompt& prompt : task.evaluation(static_cast<std::int32_t>(count))) {
     std::vector<Token> tokens = policy.tokenizer.encode(prompt.text + prompt.solution);
     tokens.resize(std::min(tokens.size(), static_cast<std::size_t>(policy.config.max_positions)));
     batch.push_back(std::move(tokens));
@@ -89,7 +90,8 @@ PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const
   rollout::Engine engine(unguided, options, Device{}, nullptr, *comm);
   sync::refit(weights, engine.weights(), agreement.contract, WeightVersion{0});
 
-  const std::vector<data::Prompt> prompts = task.evaluation(evaluation.prompts);
+  const auto count = std::min<std::int64_t>(evaluation.prompts, task.evaluation_size());
+  const std::vector<data::Prompt> prompts = task.evaluation(static_cast<std::int32_t>(count));
   std::vector<rollout::Request> requests;
   for (const data::Prompt& prompt : prompts) {
     // Numbered anew: an engine's span ids have no room for the task's own numbers.

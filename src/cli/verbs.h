@@ -41,12 +41,15 @@ struct TrainArgs {
 int train(const TrainArgs& args);
 
 struct RolloutArgs {
-  std::string recipe;  // empty: the defaults
+  std::string recipe;  // or a checkpoint, or a run directory; empty: the defaults
   std::vector<std::string> assignments;
   std::string model;        // over the recipe's
   std::string prompt;       // text; empty: the task's prompts
+  std::int64_t step = -1;   // whose prompts; -1: those of evaluation
+  std::string trace;        // a folder for the records
   std::string score;        // a JSONL file of sequences
   bool by_trainer = false;  // scored by the trainer
+  bool gap = false;         // scored by both
   std::string out;          // empty: stdout
   std::int32_t prompts = 4;
   std::int32_t samples = 1;
@@ -54,10 +57,16 @@ struct RolloutArgs {
 int rollout(const RolloutArgs& args);
 
 struct EvalArgs {
-  std::string recipe;
+  std::string recipe;  // or a checkpoint, or a run directory
   std::vector<std::string> assignments;
   std::string model;
-  std::int32_t prompts = 256;
+  std::string out;           // the answers; empty: they are not kept
+  std::int32_t prompts = 0;  // 0: the recipe's eval.prompts
+  std::int32_t samples = 1;
+  bool greedy = false;
+  float temperature = 0;  // 0, 0 and -1: the recipe's
+  float top_p = 0;
+  std::int32_t top_k = -1;
 };
 int eval(const EvalArgs& args);
 

@@ -37,6 +37,8 @@ class Arith : public Task {
   /// 1 where the last number of the response is the answer, else 0.
   float reward(const Prompt& prompt, std::span<const Token> response) const override;
 
+  std::int64_t evaluation_size() const override { return evaluation_; }
+
   std::int64_t training_problems() const { return problems_ - evaluation_; }
   std::int64_t evaluation_problems() const { return evaluation_; }
 

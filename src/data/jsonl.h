@@ -52,6 +52,8 @@ class Jsonl : public Task {
   /// (1 - form_weight) for the right answer and form_weight for the form.
   float reward(const Prompt& prompt, std::span<const Token> response) const override;
 
+  std::int64_t evaluation_size() const override { return evaluation_rows(); }
+
   std::int64_t training_rows() const { return static_cast<std::int64_t>(training_.size()); }
   std::int64_t evaluation_rows() const { return static_cast<std::int64_t>(evaluation_.size()); }
 

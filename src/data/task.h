@@ -33,6 +33,8 @@ class Task {
   virtual std::vector<Prompt> prompts(std::int64_t step, std::int32_t count) const = 0;
   /// The same ones each time, apart from those of any step.
   virtual std::vector<Prompt> evaluation(std::int32_t count) const = 0;
+  /// How many of those there are.
+  virtual std::int64_t evaluation_size() const = 0;
   virtual float reward(const Prompt& prompt, std::span<const Token> response) const = 0;
 };
 
