@@ -108,6 +108,22 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
 }
 
+void add_diff(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<DiffArgs>();
+  auto* sub = verb(app, "diff", "show where two engines part, from dumps of the same tokens",
+                   "diff rollout.safetensors trainer.safetensors --json parts.json");
+  sub->add_option("a", args->a, "the rollout's dump: a file or a folder (docs/formats/dump.md)")
+      ->required();
+  sub->add_option("b", args->b, "the trainer's")->required();
+  sub->add_option("--contract", args->contract, "the preset under which both are quantized")
+      ->capture_default_str();
+  sub->add_option("--tolerance", args->tolerance,
+                  "the drift, times sqrt(layer + 1), above which a place parts")
+      ->capture_default_str();
+  sub->add_option("--json", args->json, "a file for every figure");
+  sub->callback([&chosen, args] { chosen = [args] { return diff(*args); }; });
+}
+
 int run(int argc, char** argv) {
   CLI::App app(
       "Reinforcement learning of mixture-of-experts models whose FP4 rollouts stay in step with "
@@ -120,6 +136,7 @@ int run(int argc, char** argv) {
   add_rollout(app, chosen);
   add_eval(app, chosen);
   add_inspect(app, chosen);
+  add_diff(app, chosen);
 
   try {
     app.parse(argc, argv);

@@ -79,4 +79,12 @@ struct InspectArgs {
 };
 int inspect(const InspectArgs& args);
 
+struct DiffArgs {
+  std::string a, b;  // dumps
+  std::string contract = "lockstep";
+  double tolerance = 0.01;
+  std::string json;  // a file; empty: none is written
+};
+int diff(const DiffArgs& args);
+
 }  // namespace lockstep::cli
