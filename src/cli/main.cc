@@ -28,6 +28,16 @@ void add_recipe(CLI::App* sub, Args& args, bool required) {
 /// Which verb was named, with what its options say.
 using Chosen = std::function<int()>;
 
+void add_doctor(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<DoctorArgs>();
+  auto* sub =
+      verb(app, "doctor", "what this machine has, which recipes fit it, and how long they take",
+           "doctor\n  ./lockstep doctor recipes/demo.toml schedule.samples=16");
+  add_recipe(sub, *args, false);
+  sub->add_flag("--quick", args->quick, "time nothing");
+  sub->callback([&chosen, args] { chosen = [args] { return doctor(*args); }; });
+}
+
 void add_sft(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<SftArgs>();
   auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
@@ -131,6 +141,7 @@ int run(int argc, char** argv) {
       "./lockstep");
   app.require_subcommand(1);
   Chosen chosen;
+  add_doctor(app, chosen);
   add_sft(app, chosen);
   add_train(app, chosen);
   add_rollout(app, chosen);

@@ -24,7 +24,12 @@ struct DemoArgs {
 };
 int demo(const DemoArgs& args);
 
-int doctor();
+struct DoctorArgs {
+  std::string recipe;  // empty: all of recipes/, of which the demo's counts
+  std::vector<std::string> assignments;
+  bool quick = false;  // nothing is timed
+};
+int doctor(const DoctorArgs& args);
 
 struct SftArgs {
   std::string recipe;

@@ -1,0 +1,212 @@
+// Each line says what there is; what is missing is said last, and is the exit status.
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <thread>
+
+#include "base/build.h"
+#include "base/parallel.h"
+#include "base/text.h"
+#include "cli/columns.h"
+#include "cli/log.h"
+#include "cli/machine.h"
+#include "cli/subject.h"
+#include "cli/verbs.h"
+#include "store/store.h"
+#include "train/trainer.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using recipe::bytes_text;
+
+const char* const kDemo = "recipes/demo.toml";
+constexpr std::int32_t kDemoArms = 3;
+
+class Doctor {
+ public:
+  void say(const std::string& what, const std::string& text) {
+    print(what + std::string(std::max<std::size_t>(11, what.size() + 1) - what.size(), ' ') + text +
+          "\n");
+  }
+  void miss(const std::string& text) { missing_.push_back(text); }
+  const std::vector<std::string>& missing() const { return missing_; }
+
+ private:
+  std::vector<std::string> missing_;
+};
+
+void look_at_cpu(Doctor& doctor) {
+  std::string features;
+  for (const CpuFeature& feature : cpu_features()) {
+    features +=
+        (features.empty() ? "" : ", ") + std::string(feature.there ? "" : "no ") + feature.name;
+  }
+  doctor.say("cpu", cat({cpu_name(), "; ", std::thread::hardware_concurrency(), " cores, ",
+                         threads(), " threads (LOCKSTEP_THREADS); ",
+                         features.empty() ? std::string("portable kernels") : features}));
+  if (!keeps_subnormals()) {
+    doctor.miss("numbers below 2^-126 are flushed to zero; start the program without FTZ and DAZ");
+  }
+}
+
+void look_at_torch(Doctor& doctor) {
+  const std::string found = torch();
+  doctor.say("torch", found.empty() ? "none" : found);
+  if (found.empty())
+    doctor.miss("libtorch_cpu.so is not loaded; run ./lockstep, which builds anew");
+}
+
+void look_at_device(Doctor& doctor) {
+  const std::string driver = nvidia_driver();
+  const std::string there = driver.empty() ? "no NVIDIA device" : "an NVIDIA device, " + driver;
+  doctor.say("device", cat({there, build::has_cuda ? "; this build has CUDA kernels, and rollout "
+                                                     "and training run on the CPU"
+                                                   : "; this build runs everything on the CPU"}));
+}
+
+void list_contracts(Doctor& doctor) {
+  std::string text;
+  for (const std::string& name : contracts::names()) {
+    text += (text.empty() ? "" : ", ") + name;
+  }
+  doctor.say("contracts", text);
+}
+
+/// "" where so many bytes fit what is there, else why they do not.
+std::string short_of(const char* what, std::int64_t needed, std::int64_t there) {
+  if (there <= 0 || needed <= there) return "";
+  return cat({"needs ", bytes_text(needed), " of ", what, ", ", bytes_text(there), " are free"});
+}
+
+/// Whether a recipe can run here: "" or why it cannot.
+std::string fits(recipe::Recipe recipe, std::string& text) {
+  const Policy policy = open_policy(recipe.model);
+  const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
+  recipe::check(recipe, arm, policy.config);
+  make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
+  const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
+  const std::int64_t at_once = b.rollout_weights + b.cache + b.trainer;
+  const std::int64_t later = b.swap + b.records;
+  const std::int64_t disk = b.checkpoints + b.records_disk;
+  text = cat({"arm ", arm.name, ", contract ", recipe.arm.contract, ", of ", policy.folder.string(),
+              ", ", b.parameters, " parameters; memory ", bytes_text(at_once),
+              " beside activations, up to ", bytes_text(later),
+              " more for swapped pages and records (", bytes_text(b.record_per_token),
+              " a token); disk up to ", bytes_text(disk)});
+  std::string why = short_of("memory", at_once, memory().available);
+  if (why.empty()) {
+    std::error_code none;
+    const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);
+    if (!none) why = short_of("disk", b.checkpoints, static_cast<std::int64_t>(space.available));
+  }
+  return why;
+}
+
+/// Seconds that a step takes, from a part of one: answers, and their way through the trainer.
+double time_step(const recipe::Recipe& recipe, const Subject& subject) {
+  const std::int32_t whole = recipe.schedule.prompts_per_step;
+  const std::int32_t part = std::max(1, whole / 4);
+  const std::unique_ptr<Comm> comm = Comm::single();
+  store::Options options = recipe.store;
+  options.folder.clear();
+  store::Store store(options);
+  rollout::Engine engine(subject.agreement, subject.arm.rollout, Device{}, &store, *comm);
+  load(subject, engine);
+  train::Trainer trainer(subject.agreement, subject.arm.qat, recipe.trainer, Device{}, *comm);
+  load(*subject.policy.weights, trainer.initial_weights());
+  const std::vector<data::Prompt> prompts = subject.task->prompts(0, part);
+
+  const double began = seconds();
+  const std::vector<Trajectory> answers =
+      answer(engine, prompts, recipe.schedule.samples_per_prompt, recipe.schedule.sampling,
+             recipe.schedule.seed);
+  for (std::int32_t u = 0; u < recipe.schedule.updates_per_step; ++u) {
+    trainer.accumulate(answers, &store,
+                       [](std::size_t, std::span<const float>, std::span<float>) { return 0.0; });
+  }
+  return (seconds() - began) * whole / part;
+}
+
+void look_at_time(Doctor& doctor, const std::string& file, const recipe::Recipe& recipe,
+                  bool is_demo) {
+  const Subject subject = open_subject(file, {}, "");
+  const double step = time_step(recipe, subject);
+  const double run = step * static_cast<double>(recipe.schedule.steps);
+  doctor.say("time", cat({"a step of ", file, " takes about ", fixed(step, 2), " s here, its ",
+                          recipe.schedule.steps, " steps ", fixed(run, 0), " s",
+                          is_demo ? cat({"; the demo's ", kDemoArms, " arms about ",
+                                         fixed(run * kDemoArms, 0), " s"})
+                                  : std::string()}));
+}
+
+/// The recipes that are looked at: the one that was named, else all of the checkout.
+std::vector<std::string> recipe_files(const DoctorArgs& args) {
+  if (!args.recipe.empty()) return {args.recipe};
+  const char* home = std::getenv("LOCKSTEP_HOME");
+  std::vector<std::string> files;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(fs::path(home ? home : ".") / "recipes", none)) {
+    if (entry.path().extension() == ".toml") {
+      files.push_back("recipes/" + entry.path().filename().string());
+    }
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+bool is_sft(const std::string& file) {
+  try {
+    recipe::read_sft_recipe(recipe::find(file, "the recipe"), {});
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& args) {
+  const bool counts = !args.recipe.empty() || file == kDemo;  // towards the exit status
+  const bool plain = args.assignments.empty();
+  if (plain && is_sft(file)) return doctor.say(file, "for sft; costs what its batch costs");
+  const recipe::Recipe recipe = load_recipe(file, args.assignments);
+  std::string text, why;
+  try {
+    why = fits(recipe, text);
+  } catch (const Error& error) {
+    why = error.what();
+  }
+  doctor.say(file, why.empty() ? "fits: " + text : "does not fit: " + why);
+  if (!why.empty() && counts) doctor.miss(file + ": " + why);
+  if (why.empty() && counts && plain && !args.quick) {
+    look_at_time(doctor, file, recipe, file == kDemo);
+  }
+}
+
+}  // namespace
+
+int doctor(const DoctorArgs& args) {
+  if (!args.recipe.empty() && !is_sft(args.recipe)) {
+    load_recipe(args.recipe, args.assignments);  // one that is wrong ends it here
+  }
+  Doctor doctor;
+  look_at_cpu(doctor);
+  const Memory memory = cli::memory();
+  doctor.say("memory",
+             cat({bytes_text(memory.total), ", ", bytes_text(memory.available), " free"}));
+  std::error_code none;
+  const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);
+  doctor.say("disk", none ? "unknown"
+                          : cat({bytes_text(static_cast<std::int64_t>(space.available)),
+                                 " free where runs/ is"}));
+  look_at_torch(doctor);
+  look_at_device(doctor);
+  list_contracts(doctor);
+  for (const std::string& file : recipe_files(args)) look_at_recipe(doctor, file, args);
+  for (const std::string& line : doctor.missing()) error(line);
+  if (doctor.missing().empty()) print("all that is needed is there\n");
+  return doctor.missing().empty() ? 0 : 1;
+}
+
+}  // namespace lockstep::cli
