@@ -28,6 +28,26 @@ void add_recipe(CLI::App* sub, Args& args, bool required) {
 /// Which verb was named, with what its options say.
 using Chosen = std::function<int()>;
 
+void add_demo(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<DemoArgs>();
+  auto* sub = verb(app, "demo", "a small model post-trained by several methods side by side",
+                   "demo\n  ./lockstep demo recipes/demo_tis.toml --run demo_tis");
+  add_recipe(sub, *args, false);
+  sub->add_option("--arms", args->arms,
+                  "which, by commas; default: bf16,naive,trace and, where "
+                  "the time allows, trace_mod4")
+      ->delimiter(',');
+  sub->add_option("--run", args->run, "a name below runs/, or a path");
+  sub->callback([&chosen, args] {
+    if (args->recipe.find('=') != std::string::npos) {
+      args->assignments.insert(args->assignments.begin(), args->recipe);
+      args->recipe.clear();
+    }
+    if (args->recipe.empty()) args->recipe = "recipes/demo.toml";
+    chosen = [args] { return demo(*args); };
+  });
+}
+
 void add_doctor(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DoctorArgs>();
   auto* sub =
@@ -141,6 +161,7 @@ int run(int argc, char** argv) {
       "./lockstep");
   app.require_subcommand(1);
   Chosen chosen;
+  add_demo(app, chosen);
   add_doctor(app, chosen);
   add_sft(app, chosen);
   add_train(app, chosen);

@@ -48,6 +48,7 @@ class Training {
         engine_(agreement_, arm_.rollout, Device{}, &store_, *comm_),
         trainer_(agreement_, arm_.qat, recipe_.trainer, Device{}, *comm_) {
     load(*policy_.weights, trainer_.initial_weights());
+    run_dir_.begin(recipe::resolved(recipe_, arm_.contract.id()));
     if (arm_.rl.kl_weight > 0) {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
       Agreement plain = agreement_;
@@ -81,7 +82,6 @@ class Training {
     Arm arm = ready_arm(recipe_, policy_, *task_);
     budget_ = recipe::budget(recipe_, arm, policy_.config);
     check_room(budget_, run_dir_.folder());
-    run_dir_.begin(recipe::resolved(recipe_, arm.contract.id()));
     return arm;
   }
 

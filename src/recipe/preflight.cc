@@ -205,7 +205,8 @@ std::int64_t full_code_bytes(const ModelConfig& model) {
   Contract contract = contracts::lockstep(model.num_layers);
   const Guide guide = {.mode = Guidance::kFullGuided,
                        .sites = {Site::kW13In, Site::kK, Site::kV},
-                       .layers = LayerSet::range(0, model.num_layers)};
+                       .layers = LayerSet::range(0, model.num_layers),
+                       .replay_experts = true};
   return Agreement{.model = model, .contract = contract, .guide = guide}.bytes_per_token();
 }
 

@@ -22,7 +22,7 @@ struct Budget {
   std::int64_t records_disk = 0;     // disk, at most
   std::int64_t cache_per_token = 0;
   std::int64_t record_per_token = 0;
-  std::int64_t record_per_token_full = 0;  // full codes at w13_in, k and v of every layer
+  std::int64_t record_per_token_full = 0;  // full codes of every layer
 };
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
@@ -33,8 +33,8 @@ std::string to_string(const Budget& budget);
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);
 
-/// Bytes that one token's full codes at w13_in, k and v take, over all layers: what compact records
-/// are compared with. Routes left out.
+/// Bytes that one token leaves with full codes at w13_in, k and v of all layers, routes included:
+/// what compact records are compared with.
 std::int64_t full_code_bytes(const ModelConfig& model);
 
 }  // namespace lockstep::recipe

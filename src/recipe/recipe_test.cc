@@ -158,7 +158,7 @@ TEST(Preflight, BytesOfTheBudget) {
   const Budget b = budget(r, bind(r.arm, kModel), kModel);
   // One bit and s8 / 16: 24 + 1 bytes of w13_in, 12 of K and of V, four layers; routes everywhere.
   EXPECT_EQ(b.record_per_token, 4 * (25 + 12 + 12) + 8 * 2);
-  EXPECT_EQ(b.record_per_token_full, 8 * (73 + 36 + 36));
+  EXPECT_EQ(b.record_per_token_full, 8 * (73 + 36 + 36) + 8 * 2);
   EXPECT_EQ(b.cache_per_token, 8 * 2 * 36);
   EXPECT_EQ(bytes_text(13 * 1024 + 820), "13.8 KiB");
 }

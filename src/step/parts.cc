@@ -173,8 +173,20 @@ void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics) {
   metrics["perf/rollout_tokens_per_s"] = chosen / gen;
 }
 
+Metrics close_records(store::Store& store, WeightVersion newest) {
+  Metrics metrics = store.metrics();
+  store.retire(newest);
+  const Metrics given_up = store.metrics();
+  const std::string name = "fp4/trace/spans_given_up";
+  if (given_up.contains(name)) metrics[name] += given_up.at(name);
+  return metrics;
+}
+
 Metrics rescore(const Loop& loop, std::span<const Trajectory> trajectories) {
   const std::vector<Trajectory> truth = loop.engine.rescore(trajectories);
+  // Nobody trains on these records, and no step counts these passes.
+  release(loop, truth, std::vector<std::uint8_t>(truth.size()));
+  loop.engine.metrics();
   const PerToken engine = rollout_logp(truth);
   const PerToken guided = loop.trainer.logprobs(trajectories, &loop.store);
   const PerToken unguided = loop.trainer.logprobs(trajectories, nullptr);

@@ -43,6 +43,9 @@ std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
                                  std::span<const Trajectory> trajectories,
                                  std::span<const std::uint8_t> moves, Metrics& metrics);
 
+/// What the store did in this step, the spans included that it now gives up as older than `newest`.
+Metrics close_records(store::Store& store, WeightVersion newest);
+
 /// The first prompts' samples, of those whose records are still there.
 std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
                                        std::span<const std::uint8_t> moves);

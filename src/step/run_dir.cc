@@ -96,6 +96,7 @@ std::size_t length_of(const std::string& lines, std::int64_t step, const fs::pat
 RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(comm) {
   if (comm_.rank() != 0) return;
   std::error_code error;
+  fresh_ = !fs::exists(folder_, error);
   fs::create_directories(folder_ / "checkpoints", error);
   if (error) {
     throw Error(cat({"cannot make the run directory ", folder_.string(), ": ", error.message()}));
@@ -110,6 +111,8 @@ RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(
 
 RunDir::~RunDir() {
   if (metrics_ >= 0) ::close(metrics_);
+  std::error_code ignored;
+  if (fresh_) fs::remove_all(folder_, ignored);
   if (lock_ >= 0) ::close(lock_);
 }
 
@@ -133,9 +136,11 @@ void RunDir::begin(const std::string& resolved) {
   sync_one(part);
   fs::rename(part, folder_ / "recipe.toml");
   sync_one(folder_);
+  fresh_ = false;
 }
 
 std::int64_t RunDir::resume() {
+  fresh_ = false;
   const fs::path checkpoints = folder_ / "checkpoints";
   if (comm_.rank() == 0) {
     std::vector<fs::path> parts;

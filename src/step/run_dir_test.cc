@@ -96,6 +96,17 @@ TEST_F(RunDirTest, AnotherRecipeIsRefusedByItsKeys) {
   EXPECT_THROW(run.begin("# contract 2\nseed = 1\n[trainer]\nlr = 0.5\n"), Error);
 }
 
+TEST_F(RunDirTest, ARunThatNeverBeganLeavesNoFolder) {
+  { const RunDir run(root_, *comm_); }
+  EXPECT_FALSE(fs::exists(root_));
+  {
+    RunDir run(root_, *comm_);
+    run.begin("# contract 1\n");
+  }
+  { const RunDir run(root_, *comm_); }
+  EXPECT_TRUE(fs::exists(root_ / "recipe.toml"));
+}
+
 TEST_F(RunDirTest, MetricsAreJson) {
   EXPECT_EQ(metrics_line(3, {{"a/b", 0.5}, {"c", NAN}, {"d", 2e-7}}),
             "{\"step\": 3, \"a/b\": 0.5, \"c\": null, \"d\": 2e-07}\n");

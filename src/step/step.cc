@@ -88,8 +88,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
     metrics.merge(rescore(loop, audited_groups(loop, trajectories, moves)));
     metrics["timing_s/rescore"] = timer.lap();
   }
-  metrics.merge(loop.store.metrics());
-  loop.store.retire(WeightVersion{step + 1});
+  metrics.merge(close_records(loop.store, WeightVersion{step + 1}));
   put_totals(trajectories, metrics);
   return metrics;
 }
