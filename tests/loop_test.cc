@@ -43,6 +43,7 @@ class CountSmall final : public data::Task {
   std::vector<data::Prompt> evaluation(std::int32_t count) const override {
     return prompts(1000, count);
   }
+  std::int64_t evaluation_size() const override { return 100; }
   float reward(const data::Prompt&, std::span<const Token> response) const override {
     float small = 0;
     for (const Token token : response) small += token < 8 ? 1.0f : 0.0f;

@@ -11,7 +11,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 command=("$program" train "$here/recipes/demo.toml" arm=trace schedule.steps=6 schedule.prompts=4
   schedule.samples=4 schedule.save_every=1 schedule.keep=1 schedule.rescore_every=2
-  trainer.lr=1e-3 store.ram="64 KiB")
+  trainer.lr=1e-3 store.ram="1 MiB")
 
 same() {
   python3 - "$work/whole/metrics.jsonl" "$1/metrics.jsonl" <<'PY'
@@ -51,6 +51,7 @@ while [ $done -lt "$kills" ]; do
       wait $pid 2>/dev/null || :
     else
       wait $pid || { cat "$work/log"; exit 1; }
+      took=$(awk "BEGIN { print $took * 0.7 }")  # the machine is less busy than it was
       break
     fi
   done
