@@ -48,7 +48,12 @@ recipe::Recipe recipe_of(std::string what, std::vector<std::string> assignments,
     assignments.insert(assignments.begin(), what);  // the recipe was left out
     what.clear();
   }
-  const fs::path path = what.empty() ? "" : recipe::find(what, "the recipe");
+  fs::path path = what;
+  try {
+    if (!what.empty()) path = recipe::find(what, "the recipe");
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
   if (fs::is_directory(path)) {
     what.clear();
     if (fs::exists(path / "config.json")) {
