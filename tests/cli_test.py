@@ -1,0 +1,214 @@
+"""Bad input: each is one clear line that names what is wrong, a non-zero exit, and nothing half-written."""
+
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROGRAM = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", ROOT / "build")).resolve() / "lockstep"
+MODEL = ROOT / "models/tiny-moe"
+SMALL = ["schedule.steps=2", "schedule.prompts=2", "schedule.samples=2", "schedule.save_every=1",
+         "eval.prompts=0"]
+
+
+def lockstep(*args, cwd=None, **kwargs):
+    env = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+    return subprocess.run([PROGRAM, *map(str, args)], cwd=cwd, env=env, text=True,
+                          capture_output=True, timeout=300, **kwargs)
+
+
+def refused(done, status, *words):
+    """The program said no, in one line that holds the words."""
+    assert done.returncode == status, done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0], done.stderr
+    for word in words:
+        assert word in errors[0], errors[0]
+
+
+def train(tmp_path, *assignments, recipe="recipes/demo.toml", **kwargs):
+    return lockstep("train", ROOT / recipe, *SMALL, *assignments, "--run", tmp_path / "run", **kwargs)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the tiny model that a test may break."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_header(model, change):
+    """Rewrites the header of model.safetensors; the values stay as they are."""
+    path = model / "model.safetensors"
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size:])
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("assignment, words", [
+    ("trainer.lrr=1", ["unknown key trainer.lrr", "did you mean trainer.lr?"]),
+    ("trainer.lr=fast", ["trainer.lr", "fast", "a number"]),
+    ("rollout.temperature=0", ["rollout.temperature", "0", "above 0"]),           # R95
+    ("rollout.temperature=-1", ["rollout.temperature", "-1"]),                    # R95
+    ("schedule.samples=0", ["schedule.samples", "0", "at least 1"]),              # R95
+    ("rl.clip_low=-0.2", ["rl.clip_low", "-0.2"]),                                # R95
+    ("arm=trase", ["trase", "trace"]),
+    ("guide.mode=lbs", ["guide.mode", "did you mean lsb?"]),
+    ("guide.layers=9", ["layer", "9"]),
+    ("rollout.cache=1024", ["rollout.cache", "too small for one sequence"]),
+    ("store.ram=64", ["store.ram", "too small"]),
+    ("rollout.max_new_tokens=512", ["rollout.max_new_tokens", "512"]),
+    ("rl.correction=tis", ["rl.bypass", "rl.correction"]),
+    ("schedule.updates=2", ["rl.bypass", "schedule.updates"]),
+    ("contract.kv=false", ["qat.k"]),                                             # R81
+    ("task.name=chess", ["task.name", "chess"]),
+    ("task.name=jsonl", ["task.file"]),
+])
+def test_recipe_is_refused(tmp_path, assignment, words):
+    refused(train(tmp_path, assignment), 2, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_files(tmp_path):
+    refused(lockstep("train", tmp_path / "none.toml"), 2, "none.toml")
+    refused(train(tmp_path, "model=no/such/model"), 1, "model", "no/such/model")
+    refused(train(tmp_path, "task.name=jsonl", "task.file=no.jsonl"), 1, "no.jsonl")
+    refused(lockstep("rollout", "--score", tmp_path / "none.jsonl"), 1, "none.jsonl")
+    assert not (tmp_path / "run").exists()
+
+
+def test_usage_is_status_2():
+    refused(lockstep("conquer"), 2, "--help")
+    refused(lockstep(), 2, "--help")
+    refused(lockstep("train"), 2, "recipe")
+
+
+def test_every_verb_has_help_with_an_example():
+    top = lockstep("--help")
+    assert top.returncode == 0
+    for verb in ["demo", "doctor", "sft", "train", "rollout", "eval", "inspect"]:
+        assert verb in top.stdout
+        done = lockstep(verb, "--help")
+        assert done.returncode == 0 and f"./lockstep {verb}" in done.stdout.split("Example")[1]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+def test_truncated_safetensors(tmp_path, model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(train(tmp_path, f"model={model}"), 1, "model.safetensors")
+    assert not (tmp_path / "run").exists()
+
+
+def test_header_of_two_to_the_63_bytes(tmp_path, model):
+    path = model / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 63) + path.read_bytes()[8:])
+    refused(train(tmp_path, f"model={model}"), 1, "model.safetensors")
+
+
+def test_wrong_shape(tmp_path, model):
+    def change(header):
+        shape = header["model.norm.weight"]["shape"]
+        header["model.norm.weight"]["shape"] = [2, shape[0] // 2]
+    edit_header(model, change)
+    refused(train(tmp_path, f"model={model}"), 1, "model.norm.weight")
+
+
+def test_wrong_dtype(tmp_path, model):
+    edit_header(model, lambda header: header["model.norm.weight"].update(dtype="I16"))
+    refused(train(tmp_path, f"model={model}"), 1, "model.norm.weight", "I16")
+
+
+@pytest.mark.parametrize("arm", ["bf16", "trace"])
+def test_nan_weight(tmp_path, model, arm):
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    name = "model.layers.2.self_attn.q_proj.weight"
+    at = 8 + size + json.loads(data[8:8 + size])[name]["data_offsets"][0] + 20
+    data[at:at + 2] = b"\xc0\x7f"
+    path.write_bytes(data)
+    refused(train(tmp_path, f"model={model}", f"arm={arm}"), 1, name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_vocabulary_mismatch(tmp_path, model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "<x>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(train(tmp_path, f"model={model}"), 1, "272")
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+def test_prompt_longer_than_the_context():
+    refused(lockstep("rollout", "--prompt", "1" * 600), 1, "600", "512")
+
+
+@pytest.mark.parametrize("line, words", [
+    ('{"text": 3}', []),
+    ('{"tokens": [1, 2, 99999]}', ["token 2", "272"]),
+    ("not json", []),
+    ('{"text": "' + "1" * 600 + '"}', ["600"]),
+])
+def test_bad_sequence_names_file_and_line(tmp_path, line, words):
+    file = tmp_path / "s.jsonl"
+    file.write_text('{"text": "1*2=2"}\n' + line + "\n")
+    out = tmp_path / "out.jsonl"
+    refused(lockstep("rollout", "--score", file, "--out", out), 1, "s.jsonl:2", *words)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# --- disk and resume ------------------------------------------------------------------------------
+
+def test_no_room_for_the_checkpoints(tmp_path):
+    refused(train(tmp_path, "schedule.steps=2000000000", "schedule.keep=0"), 1, "room")
+    assert not (tmp_path / "run").exists()
+
+
+def test_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
+    def small_files():  # a write past the limit fails as it does on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    done = train(tmp_path, preexec_fn=small_files)
+    refused(done, 1)
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    # With room again the same command goes on.
+    assert train(tmp_path).returncode == 0
+
+
+def test_resumed_run_with_another_recipe(tmp_path):
+    assert train(tmp_path).returncode == 0
+    before = sorted(p.name for p in (tmp_path / "run").iterdir())
+    refused(train(tmp_path, "trainer.lr=0.5"), 1, "trainer.lr", "0.5")
+    # Two contracts that differ: the rollout's numbers of one run do not change. R36
+    refused(train(tmp_path, "contract.layers=0-4", "guide.layers=3-4"), 1, "contract.layers")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
+    recipe = tmp_path / "run/recipe.toml"
+    text = recipe.read_text()
+    recipe.write_text("# contract 0123456789abcdef" + text[text.index("\n"):])
+    refused(train(tmp_path), 1, "contract")
+
+
+def test_finished_run_stays_as_it_is(tmp_path):
+    assert train(tmp_path).returncode == 0
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    assert train(tmp_path).returncode == 0
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    # A plain Hugging Face directory beside the training state.
+    names = {p.name for p in (tmp_path / "run/checkpoints/step_2").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "training_state"} <= names
