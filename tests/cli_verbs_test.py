@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import shutil
 import struct
 import subprocess
@@ -201,6 +202,17 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
         done = run("rollout", SHORT, "--n", 1, rc=1, stdout=full)
     assert "stdout" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["empty.jsonl", "rows.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing_and_is_named(tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("what was there before")
+    done = subprocess.run(
+        [PROGRAM, "rollout", SHORT, "--n", "8", "--out", out], cwd=ROOT, capture_output=True,
+        text=True, timeout=300, restore_signals=False,  # SIGXFSZ stays ignored
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+    assert done.returncode == 1 and f"no room for {out}" in done.stderr
+    assert os.listdir(tmp_path) == ["out.jsonl"] and out.read_text() == "what was there before"
 
 
 def test_a_tasks_bad_row_is_named_too(tmp_path):
