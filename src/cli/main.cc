@@ -154,6 +154,19 @@ void add_diff(CLI::App& app, Chosen& chosen) {
   sub->callback([&chosen, args] { chosen = [args] { return diff(*args); }; });
 }
 
+void add_report(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<ReportArgs>();
+  auto* sub = verb(app, "report", "write one page about a run, or about several side by side",
+                   "report runs/demo\n"
+                   "  ./lockstep report runs/mine runs/other --out both.html --figures figures");
+  sub->add_option("runs", args->runs,
+                  "run directories, or folders of them; seeds of an arm become a band")
+      ->required();
+  sub->add_option("--out", args->out, "the page; default: report.html in the run's folder");
+  sub->add_option("--figures", args->figures, "a folder for the charts as SVG files");
+  sub->callback([&chosen, args] { chosen = [args] { return report(*args); }; });
+}
+
 int run(int argc, char** argv) {
   CLI::App app(
       "Reinforcement learning of mixture-of-experts models whose FP4 rollouts stay in step with "
@@ -169,6 +182,7 @@ int run(int argc, char** argv) {
   add_eval(app, chosen);
   add_inspect(app, chosen);
   add_diff(app, chosen);
+  add_report(app, chosen);
 
   try {
     app.parse(argc, argv);

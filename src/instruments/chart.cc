@@ -237,6 +237,25 @@ int heat_level(double value, double top) {
   return std::clamp(static_cast<int>(part * kHeatLevels), 0, kHeatLevels - 1);
 }
 
+constexpr double kMapLeft = 34, kMapRight = 312, kMapTop = 4;
+
+/// Layers at the left, the first and the last step below.
+std::string heat_ticks(const Grid& grid, double height) {
+  const auto layers = static_cast<double>(grid.layers.size());
+  const double cell_h = height / layers;
+  std::string out;
+  const int every = static_cast<int>(std::ceil(layers * 15 / height));
+  for (int layer = 0; layer < static_cast<int>(grid.layers.size()); layer += every) {
+    out +=
+        text_at(kMapLeft - 6, kMapTop + cell_h * (layer + 0.5) + 4, "end", std::to_string(layer));
+  }
+  out += text_at(kMapLeft, kMapTop + height + 17, "start", number(grid.steps.front(), 9));
+  if (grid.steps.size() > 1) {
+    out += text_at(kMapRight, kMapTop + height + 17, "end", number(grid.steps.back(), 9));
+  }
+  return out;
+}
+
 }  // namespace
 
 Chart line_chart(std::span<const Line> lines, Scale scale) {
@@ -256,7 +275,6 @@ Chart line_chart(std::span<const Line> lines, Scale scale) {
 
 Chart heat_map(const Grid& grid, double top) {
   if (grid.layers.empty() || grid.steps.empty()) return {};
-  constexpr double kMapLeft = 34, kMapRight = 312, kMapTop = 4;
   const auto layers = static_cast<double>(grid.layers.size());
   const auto columns = static_cast<double>(grid.steps.size());
   const double height = std::clamp(20 * layers, 90.0, 190.0);
@@ -293,15 +311,7 @@ Chart heat_map(const Grid& grid, double top) {
     if (paths[level].empty()) continue;
     body += "<path class=\"h" + std::to_string(level) + "\" d=\"" + paths[level] + "\"/>";
   }
-  const int every = static_cast<int>(std::ceil(layers * 15 / height));
-  for (int layer = 0; layer < static_cast<int>(grid.layers.size()); layer += every) {
-    body +=
-        text_at(kMapLeft - 6, kMapTop + cell_h * (layer + 0.5) + 4, "end", std::to_string(layer));
-  }
-  body += text_at(kMapLeft, kMapTop + height + 17, "start", number(grid.steps.front(), 9));
-  if (grid.steps.size() > 1) {
-    body += text_at(kMapRight, kMapTop + height + 17, "end", number(grid.steps.back(), 9));
-  }
+  body += heat_ticks(grid, height);
   std::string steps;
   for (const double step : grid.steps) steps += (steps.empty() ? "" : ",") + json_number(step);
   const std::string data = "{\"kind\":\"heat\",\"box\":[34,4,278," + at(height) + "],\"steps\":[" +

@@ -22,7 +22,7 @@ constexpr std::size_t kHeatCells = 40000;  // of all heat maps together
 /// A page as it grows.
 class Page {
  public:
-  Page(const std::vector<Arm>& arms, std::vector<FigureFile>* figures)
+  Page(const std::vector<ArmRuns>& arms, std::vector<FigureFile>* figures)
       : arms_(arms), figures_(figures) {}
 
   void section(const std::string& id, const std::string& title, const std::string& note,
@@ -59,7 +59,7 @@ class Page {
   std::string take() { return std::move(html_); }
 
  private:
-  const std::vector<Arm>& arms_;
+  const std::vector<ArmRuns>& arms_;
   std::vector<FigureFile>* figures_;
   std::string html_;
 };
@@ -78,7 +78,7 @@ std::string file_word(const std::string& text) {
   return out;
 }
 
-std::vector<Line> lines_of(const std::vector<Arm>& arms, const std::string& metric) {
+std::vector<Line> lines_of(const std::vector<ArmRuns>& arms, const std::string& metric) {
   std::vector<Line> lines;
   for (std::size_t i = 0; i < arms.size(); ++i) {
     std::vector<Point> points = curve(arms[i], metric, kPlaces);
@@ -88,7 +88,8 @@ std::vector<Line> lines_of(const std::vector<Arm>& arms, const std::string& metr
 }
 
 /// Rewards while training; judgements on other prompts as dots, where there are any.
-std::string reward_figure(Page& page, const std::vector<Arm>& arms, std::span<const Label> legend) {
+std::string reward_figure(Page& page, const std::vector<ArmRuns>& arms,
+                          std::span<const Label> legend) {
   std::vector<Line> lines = lines_of(arms, "critic/rewards/mean");
   const std::string judged = find_metric(arms, "val-core/", "/reward/mean@1");
   const std::size_t courses = lines.size();
@@ -103,7 +104,7 @@ std::string reward_figure(Page& page, const std::vector<Arm>& arms, std::span<co
   return page.figure("reward", "Reward", note, line_chart(lines, Scale::kFraction), legend);
 }
 
-std::string course_figures(Page& page, const std::vector<Arm>& arms,
+std::string course_figures(Page& page, const std::vector<ArmRuns>& arms,
                            std::span<const Label> legend) {
   std::string out = reward_figure(page, arms, legend);
   const auto add = [&](const char* name, const char* title, const char* note,
@@ -131,14 +132,14 @@ constexpr HeatMetric kHeat[] = {
     {"fp4/kv/residual_frac", "kv_guided", "K and V, guided"},
 };
 
-std::string heat_figures(Page& page, const std::vector<Arm>& arms) {
+std::string heat_figures(Page& page, const std::vector<ArmRuns>& arms) {
   struct Map {
     std::size_t arm;
     const HeatMetric* metric;
     Grid grid;
   };
   std::size_t rows = 0;  // first the size of all, then how many columns each may have
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     for (const HeatMetric& metric : kHeat) rows += grid(arm, metric.name, 1).layers.size();
   }
   if (rows == 0) return "";
@@ -168,13 +169,13 @@ std::string heat_figures(Page& page, const std::vector<Arm>& arms) {
 }
 
 /// What records take of a token, against what its full codes would.
-std::string bytes_figure(Page& page, const std::vector<Arm>& arms) {
+std::string bytes_figure(Page& page, const std::vector<ArmRuns>& arms) {
   std::vector<Bar> bars;
   double top = 0, full = 0;
   for (std::size_t i = 0; i < arms.size(); ++i) {
     const double bytes = figure(arms[i], "fp4/trace/bytes_per_token", Over::kAll).mean;
     if (!std::isfinite(bytes)) continue;
-    for (const Run* run : arms[i].runs) {
+    for (const RunData* run : arms[i].runs) {
       if (std::isfinite(run->full_code_bytes)) full = std::max(full, run->full_code_bytes);
     }
     bars.push_back({arms[i].name, number(bytes), {{arm_label(arms, i), bytes}}});
@@ -187,7 +188,7 @@ std::string bytes_figure(Page& page, const std::vector<Arm>& arms) {
                      bar_chart(bars, std::max(top, full), " B"));
 }
 
-std::string guidance_figures(Page& page, const std::vector<Arm>& arms,
+std::string guidance_figures(Page& page, const std::vector<ArmRuns>& arms,
                              std::span<const Label> legend) {
   std::string out;
   out +=
@@ -199,7 +200,7 @@ std::string guidance_figures(Page& page, const std::vector<Arm>& arms,
 }
 
 /// Where a step's time goes. Times that lie within others are left out.
-std::string timing_figure(Page& page, const std::vector<Arm>& arms) {
+std::string timing_figure(Page& page, const std::vector<ArmRuns>& arms) {
   struct Stage {
     const char* metric;
     const char* name;
@@ -212,7 +213,7 @@ std::string timing_figure(Page& page, const std::vector<Arm>& arms) {
   std::vector<Bar> bars;
   std::vector<bool> shown(std::size(kStages) + 1);
   double top = 0;
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     const double step = figure(arm, "timing_s/step", Over::kAll).mean;
     if (!(step > 0)) continue;
     Bar bar{arm.name, number(step) + " s", {}};
@@ -244,12 +245,12 @@ std::string timing_figure(Page& page, const std::vector<Arm>& arms) {
 }
 
 /// What each part of the low precision adds to the gap, where a run has measured it.
-std::string decomposition_figures(Page& page, const std::vector<Arm>& arms) {
+std::string decomposition_figures(Page& page, const std::vector<ArmRuns>& arms) {
   const std::string prefix = "fp4/decomposition/";
   const std::vector<std::string> parts = names_under(arms, prefix);
   std::string out;
   double top = 0;
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     for (const std::string& part : parts) {
       const double value = figure(arm, prefix + part, Over::kLast).mean;
       if (std::isfinite(value)) top = std::max(top, value);
@@ -279,9 +280,9 @@ std::string head(const std::string& title) {
 
 }  // namespace
 
-std::string report_page(std::span<const Run> runs, const std::string& title,
+std::string report_page(std::span<const RunData> runs, const std::string& title,
                         std::vector<FigureFile>* figures) {
-  const std::vector<Arm> arms = arms_of(runs);
+  const std::vector<ArmRuns> arms = arms_of(runs);
   std::vector<Label> legend;
   for (std::size_t i = 0; i < arms.size(); ++i) legend.push_back(arm_label(arms, i));
 
@@ -304,7 +305,7 @@ std::string report_page(std::span<const Run> runs, const std::string& title,
          "</script>\n</body></html>\n";
 }
 
-void write_report(std::span<const Run> runs, const std::string& title,
+void write_report(std::span<const RunData> runs, const std::string& title,
                   const std::filesystem::path& out, const std::filesystem::path& figures) {
   std::vector<FigureFile> files;
   const std::string page = report_page(runs, title, figures.empty() ? nullptr : &files);

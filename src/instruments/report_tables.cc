@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";
 constexpr std::size_t kArmColours = 7;
 
-std::string value_or(const Run& run, const std::string& key, const std::string& otherwise) {
+std::string value_or(const RunData& run, const std::string& key, const std::string& otherwise) {
   const auto found = run.keys.find(key);
   return found == run.keys.end() || found->second.empty() ? otherwise : found->second;
 }
@@ -21,31 +21,31 @@ std::string figure_text(const Spread& spread, double scale, int digits, const ch
   if (!std::isfinite(spread.mean)) return "–";
   std::string out = number(spread.mean * scale, digits) + unit;
   if (std::isfinite(spread.deviation)) {
-    out += "<small> ± " + number(spread.deviation * scale, 2) + "</small>";
+    out += "<small class=\"deviation\">± " + number(spread.deviation * scale, 2) + "</small>";
   }
   return out;
 }
 
-std::string change(const Arm& arm, const std::string& metric, int digits) {
+std::string change(const ArmRuns& arm, const std::string& metric, int digits) {
   const Spread first = figure(arm, metric, Over::kFirst), last = figure(arm, metric, Over::kLast);
   if (!std::isfinite(last.mean)) return "–";
   return "<span class=\"from\">" + number(first.mean, digits) + " → </span>" +
          figure_text(last, 1, digits);
 }
 
-std::string growth(const Arm& arm) {
+std::string growth(const ArmRuns& arm) {
   const double first = figure(arm, kGap, Over::kFirst).mean;
   const double last = figure(arm, kGap, Over::kLast).mean;
   return first > 0 && std::isfinite(last) ? "×" + number(last / first, 2) : "–";
 }
 
 /// The worst verdict of an arm's runs, first word as its badge.
-std::string verdict(const Arm& arm) {
+std::string verdict(const ArmRuns& arm) {
   const auto rank = [](const std::string& text) {
     return text.starts_with("bad") ? 3 : text.starts_with("watch") ? 2 : text.empty() ? 0 : 1;
   };
   std::string worst;
-  for (const Run* run : arm.runs) {
+  for (const RunData* run : arm.runs) {
     if (rank(run->verdict) > rank(worst)) worst = run->verdict;
   }
   if (worst.empty()) return "–";
@@ -56,7 +56,7 @@ std::string verdict(const Arm& arm) {
          (why.empty() ? "" : "<small class=\"why\">" + escaped(why) + "</small>");
 }
 
-std::string bytes(const Arm& arm) {
+std::string bytes(const ArmRuns& arm) {
   const Spread used = figure(arm, "fp4/trace/bytes_per_token", Over::kAll);
   if (!std::isfinite(used.mean)) return "–";
   std::string out = number(used.mean, 3);
@@ -75,7 +75,7 @@ struct Column {
 };
 
 /// Columns in which no arm has a figure are left out.
-std::string table(const std::vector<Arm>& arms, const std::vector<Column>& columns) {
+std::string table(const std::vector<ArmRuns>& arms, const std::vector<Column>& columns) {
   std::vector<const Column*> shown;
   for (const Column& column : columns) {
     if (std::any_of(column.cells.begin(), column.cells.end(),
@@ -111,18 +111,18 @@ std::string recipe_text(const std::string& recipe) {
   return out;
 }
 
-std::string differing_keys(const std::vector<Arm>& arms) {
+std::string differing_keys(const std::vector<ArmRuns>& arms) {
   std::set<std::string> names;
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     for (const auto& [key, value] : arm.runs[0]->keys) names.insert(key);
   }
   std::string rows;
   for (const std::string& name : names) {
     std::set<std::string> values;
-    for (const Arm& arm : arms) values.insert(value_or(*arm.runs[0], name, "–"));
+    for (const ArmRuns& arm : arms) values.insert(value_or(*arm.runs[0], name, "–"));
     if (values.size() < 2 || name == "arm" || name == "contract.kv_exponents") continue;
     rows += "<tr><th>" + escaped(name) + "</th>";
-    for (const Arm& arm : arms) {
+    for (const ArmRuns& arm : arms) {
       rows += "<td>" + escaped(value_or(*arm.runs[0], name, "–")) + "</td>";
     }
     rows += "</tr>";
@@ -138,7 +138,7 @@ std::string differing_keys(const std::vector<Arm>& arms) {
 
 }  // namespace
 
-Label arm_label(const std::vector<Arm>& arms, std::size_t index) {
+Label arm_label(const std::vector<ArmRuns>& arms, std::size_t index) {
   if (!arms[index].quantized) return {arms[index].name, "c0"};
   std::size_t before = 0;
   for (std::size_t i = 0; i < index; ++i) before += arms[i].quantized ? 1 : 0;
@@ -147,7 +147,7 @@ Label arm_label(const std::vector<Arm>& arms, std::size_t index) {
   return {arms[index].name, colour};
 }
 
-std::string swatch(const std::vector<Arm>& arms, std::size_t index) {
+std::string swatch(const std::vector<ArmRuns>& arms, std::size_t index) {
   return "<svg class=\"swatch\" viewBox=\"0 0 10 10\"><circle class=\"" +
          arm_label(arms, index).colour + "\" cx=\"5\" cy=\"5\" r=\"4.5\"/></svg>";
 }
@@ -164,11 +164,11 @@ std::string legend_of(std::span<const Label> labels, bool active) {
   return out + "</span>";
 }
 
-std::string masthead(const std::vector<Arm>& arms, const std::string& title) {
+std::string masthead(const std::vector<ArmRuns>& arms, const std::string& title) {
   std::size_t steps = 0, runs = 0;
   std::set<std::string> models, contracts;
-  for (const Arm& arm : arms) {
-    for (const Run* run : arm.runs) {
+  for (const ArmRuns& arm : arms) {
+    for (const RunData* run : arm.runs) {
       steps = std::max(steps, run->steps.size());
       ++runs;
       models.insert(value_or(*run, "model", ""));
@@ -188,15 +188,15 @@ std::string masthead(const std::vector<Arm>& arms, const std::string& title) {
          "</header>\n";
 }
 
-std::string headline(const std::vector<Arm>& arms) {
+std::string headline(const std::vector<ArmRuns>& arms) {
   const auto plain =
-      std::find_if(arms.begin(), arms.end(), [](const Arm& arm) { return !arm.quantized; });
-  const auto gap = [](const Arm& arm) { return figure(arm, kGap, Over::kLast).mean; };
+      std::find_if(arms.begin(), arms.end(), [](const ArmRuns& arm) { return !arm.quantized; });
+  const auto gap = [](const ArmRuns& arm) { return figure(arm, kGap, Over::kLast).mean; };
   if (plain == arms.end() || arms.size() < 2 || !(gap(*plain) > 0)) {
     return "First and last five steps of each run.";
   }
   std::string out;
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     if (&arm == &*plain || !std::isfinite(gap(arm))) continue;
     out += (out.empty() ? "" : ", ") + escaped(arm.name) + " <b>" +
            number(gap(arm) / gap(*plain), 2) + "×</b>";
@@ -205,13 +205,13 @@ std::string headline(const std::vector<Arm>& arms) {
          ". Figures are means of the first and last five steps.";
 }
 
-std::string summary_table(const std::vector<Arm>& arms) {
+std::string summary_table(const std::vector<ArmRuns>& arms) {
   const std::string judged = find_metric(arms, "val-core/", "/reward/mean@1");
   std::vector<Column> columns = {{"verdict", {}},      {"reward", {}},  {"evaluation", {}},
                                  {"mean |Δlogp|", {}}, {"growth", {}},  {"p99 |Δlogp|", {}},
                                  {"flips", {}},        {"covered", {}}, {"bytes a token", {}},
                                  {"tokens/s", {}}};
-  for (const Arm& arm : arms) {
+  for (const ArmRuns& arm : arms) {
     const std::string cells[] = {
         verdict(arm),
         change(arm, "critic/rewards/mean", 3),
@@ -228,10 +228,10 @@ std::string summary_table(const std::vector<Arm>& arms) {
   return table(arms, columns);
 }
 
-std::string recipe_tables(const std::vector<Arm>& arms) {
+std::string recipe_tables(const std::vector<ArmRuns>& arms) {
   std::string out = differing_keys(arms);
   for (std::size_t i = 0; i < arms.size(); ++i) {
-    const Run& run = *arms[i].runs[0];
+    const RunData& run = *arms[i].runs[0];
     if (run.recipe.empty() && run.contract.empty()) continue;
     out += "<details><summary>" + swatch(arms, i) + escaped(arms[i].name);
     if (!run.contract_id.empty()) out += "<small>contract " + escaped(run.contract_id) + "</small>";
@@ -247,11 +247,11 @@ std::string recipe_tables(const std::vector<Arm>& arms) {
   return out;
 }
 
-std::string footer(std::span<const Run> runs) {
+std::string footer(std::span<const RunData> runs) {
   std::string out =
       "<footer>Bands span seeds, and steps that share a point. Point at a chart to read "
       "its values; choose an arm to hide it.";
-  for (const Run& run : runs) {
+  for (const RunData& run : runs) {
     if (run.unreadable_lines == 0) continue;
     out += " " + escaped(run.name) + ": " +
            plural(static_cast<std::size_t>(run.unreadable_lines), "line") +

@@ -16,6 +16,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kMost = 1e100;  // what lies beyond is as good as infinite, and differences are
 
 std::string text_of(const recipe::Value& value) {
   struct Visitor {
@@ -38,7 +39,7 @@ std::string text_of(const recipe::Value& value) {
 }
 
 /// The arm, the keys and the contract's id. A recipe that is no TOML is shown as it stands.
-void read_recipe(Run& run) {
+void read_recipe(RunData& run) {
   constexpr std::string_view kHead = "# contract ";
   if (run.recipe.starts_with(kHead)) {
     const std::size_t end = std::min(run.recipe.find('\n'), run.recipe.size());
@@ -56,7 +57,7 @@ void read_recipe(Run& run) {
 }
 
 /// A mean over no tokens is 0, and says nothing: where name/count is 0, name and its kin are NaN.
-void forget_means_of_nothing(Run& run) {
+void forget_means_of_nothing(RunData& run) {
   constexpr std::string_view kCount = "/count";
   for (const auto& [name, counts] : run.metrics) {
     if (!name.ends_with(kCount)) continue;
@@ -72,7 +73,7 @@ void forget_means_of_nothing(Run& run) {
 }
 
 /// One line of metrics.jsonl; false where it is none.
-bool append(std::string_view line, Run& run) {
+bool append(std::string_view line, RunData& run) {
   const Result<nlohmann::json> json = parse_json(line, "metrics.jsonl");
   if (!json || !json->is_object() || !json->contains("step")) return false;
   const nlohmann::json& step = json->at("step");
@@ -82,14 +83,14 @@ bool append(std::string_view line, Run& run) {
     std::vector<double>& column = run.metrics[name];
     column.resize(run.steps.size(), kNaN);
     const double number = value.get<double>();
-    column.push_back(std::isfinite(number) ? number : kNaN);
+    column.push_back(std::abs(number) < kMost ? number : kNaN);
   }
   run.steps.push_back(step.get<double>());
   return true;
 }
 
 /// Steps ascending; of a step that stands twice the later line holds.
-void put_in_order(Run& run) {
+void put_in_order(RunData& run) {
   std::map<double, std::size_t> row_of;
   for (std::size_t row = 0; row < run.steps.size(); ++row) row_of[run.steps[row]] = row;
   const auto reorder = [&](std::vector<double>& column) {
@@ -104,19 +105,14 @@ void put_in_order(Run& run) {
 bool is_run(const fs::path& folder) { return fs::exists(folder / "metrics.jsonl"); }
 
 /// What is in the folder; a run without steps where nothing was measured yet.
-Run read_run(const fs::path& folder, const std::string& name) {
-  Run run;
+RunData read_run(const fs::path& folder, const std::string& name) {
+  RunData run;
   run.name = run.arm = name;
   if (const fs::path recipe = folder / "recipe.toml"; fs::exists(recipe)) {
     run.recipe = value_or_throw(read_text(recipe));
     read_recipe(run);
   }
-  const fs::path metrics = folder / "metrics.jsonl";
-  if (!read_metrics(value_or_throw(read_text(metrics, std::size_t{4} << 30)), run)) {
-    throw Error(cat({metrics.string(),
-                     " has no line that is a step's metrics; name a run that has "
-                     "done a step"}));
-  }
+  read_metrics(value_or_throw(read_text(folder / "metrics.jsonl", std::size_t{4} << 30)), run);
   return run;
 }
 
@@ -131,13 +127,13 @@ std::vector<fs::path> folders_in(const fs::path& folder) {
 
 }  // namespace
 
-const std::vector<double>& Run::column(const std::string& metric) const {
+const std::vector<double>& RunData::column(const std::string& metric) const {
   static const std::vector<double> kNone;
   const auto found = metrics.find(metric);
   return found == metrics.end() ? kNone : found->second;
 }
 
-bool read_metrics(const std::string& text, Run& run) {
+bool read_metrics(const std::string& text, RunData& run) {
   for (std::size_t at = 0; at < text.size();) {
     const std::size_t end = std::min(text.find('\n', at), text.size());
     const std::string_view line(text.data() + at, end - at);
@@ -151,12 +147,12 @@ bool read_metrics(const std::string& text, Run& run) {
   return !run.steps.empty();
 }
 
-std::vector<Run> read_runs(const fs::path& given) {
+std::vector<RunData> read_runs(const fs::path& given) {
   const fs::path folder = fs::weakly_canonical(given);  // "runs/demo/" has a name, too
   if (!fs::is_directory(folder)) {
     throw Error(cat({given.string(), " is no folder; name a run directory, or a folder of them"}));
   }
-  std::vector<Run> runs;
+  std::vector<RunData> runs;
   if (is_run(folder)) {
     runs.push_back(read_run(folder, folder.filename().string()));
   } else {
@@ -176,7 +172,7 @@ std::vector<Run> read_runs(const fs::path& given) {
                      " has no metrics.jsonl, nor has a folder in it; name a run "
                      "directory, or a folder of them"}));
   }
-  std::erase_if(runs, [](const Run& run) { return run.steps.empty(); });  // yet to begin
+  std::erase_if(runs, [](const RunData& run) { return run.steps.empty(); });  // yet to begin
   if (runs.empty()) {
     throw Error(cat({given.string(),
                      " has no line in metrics.jsonl that is a step's; name a run "
@@ -185,10 +181,10 @@ std::vector<Run> read_runs(const fs::path& given) {
   return runs;
 }
 
-std::vector<Run> read_runs(const std::vector<fs::path>& folders) {
-  std::vector<Run> all;
+std::vector<RunData> read_runs(const std::vector<fs::path>& folders) {
+  std::vector<RunData> all;
   for (const fs::path& folder : folders) {
-    for (Run& run : read_runs(folder)) all.push_back(std::move(run));
+    for (RunData& run : read_runs(folder)) all.push_back(std::move(run));
   }
   return all;
 }

@@ -12,7 +12,7 @@ namespace lockstep::instruments {
 
 /// One run directory. Columns of `metrics` are as long as `steps`; what a step did not measure, or
 /// what is not finite, is NaN.
-struct Run {
+struct RunData {
   std::string name;                         // of its folder
   std::string arm;                          // the recipe's; without a recipe the folder's name
   std::string recipe;                       // its resolved text; "" where there is none
@@ -34,12 +34,12 @@ struct Run {
 /// The run in a folder, or the runs below it, by name, two levels deep: an arm each, or an arm's
 /// seeds. Lines of metrics that cannot be read are left out and counted: a killed run's last line
 /// is half a line. Runs yet to do a step are left out. Throws Error where none is left.
-std::vector<Run> read_runs(const std::filesystem::path& folder);
+std::vector<RunData> read_runs(const std::filesystem::path& folder);
 
 /// Those of several folders, in their order.
-std::vector<Run> read_runs(const std::vector<std::filesystem::path>& folders);
+std::vector<RunData> read_runs(const std::vector<std::filesystem::path>& folders);
 
 /// Reads the text of metrics.jsonl into `run`; false where not one line could be read.
-bool read_metrics(const std::string& text, Run& run);
+bool read_metrics(const std::string& text, RunData& run);
 
 }  // namespace lockstep::instruments

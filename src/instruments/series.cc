@@ -14,7 +14,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::size_t kSpan = 5;  // steps that "first" and "last" are means of
 
 /// The recipe without what may differ between seeds of an arm: seeds, and what calibration found.
-std::map<std::string, std::string> method(const Run& run) {
+std::map<std::string, std::string> method(const RunData& run) {
   std::map<std::string, std::string> keys = run.keys;
   for (const char* key : {"seed", "task.seed", "contract.kv_exponents"}) keys.erase(key);
   return keys;
@@ -29,9 +29,9 @@ double mean(const std::vector<double>& values) {
 /// The places of an arm's steps: at most `most`, each as many different steps wide as the others.
 class Places {
  public:
-  Places(const Arm& arm, std::size_t most) {
+  Places(const ArmRuns& arm, std::size_t most) {
     std::set<double> all;
-    for (const Run* run : arm.runs) all.insert(run->steps.begin(), run->steps.end());
+    for (const RunData* run : arm.runs) all.insert(run->steps.begin(), run->steps.end());
     steps_.assign(all.begin(), all.end());
     width_ = std::max<std::size_t>(1, (steps_.size() + most - 1) / std::max<std::size_t>(1, most));
   }
@@ -51,10 +51,10 @@ class Places {
 };
 
 /// What was measured at each place, over all seeds.
-std::vector<std::vector<double>> gathered(const Arm& arm, const std::string& metric,
+std::vector<std::vector<double>> gathered(const ArmRuns& arm, const std::string& metric,
                                           const Places& places) {
   std::vector<std::vector<double>> values(places.size());
-  for (const Run* run : arm.runs) {
+  for (const RunData* run : arm.runs) {
     const std::vector<double>& column = run->column(metric);
     for (std::size_t i = 0; i < column.size(); ++i) {
       if (!std::isnan(column[i])) values[places.of(run->steps[i])].push_back(column[i]);
@@ -96,11 +96,11 @@ double total(const std::vector<double>& values) {
 }
 
 /// The layers that a metric has: one past the largest number after /layer_.
-std::size_t num_layers(const Arm& arm, const std::string& metric) {
+std::size_t num_layers(const ArmRuns& arm, const std::string& metric) {
   constexpr std::size_t kMost = 512;  // a name with a wild number makes no wild page
   const std::string head = metric + "/layer_";
   std::size_t layers = 0;
-  for (const Run* run : arm.runs) {
+  for (const RunData* run : arm.runs) {
     for (auto it = run->metrics.lower_bound(head);
          it != run->metrics.end() && it->first.starts_with(head); ++it) {
       std::size_t layer = 0;
@@ -115,11 +115,11 @@ std::size_t num_layers(const Arm& arm, const std::string& metric) {
 
 }  // namespace
 
-std::vector<Arm> arms_of(std::span<const Run> runs) {
-  std::vector<Arm> arms;
+std::vector<ArmRuns> arms_of(std::span<const RunData> runs) {
+  std::vector<ArmRuns> arms;
   std::map<std::string, int> methods;  // of each name
-  for (const Run& run : runs) {
-    const auto same = std::find_if(arms.begin(), arms.end(), [&](const Arm& arm) {
+  for (const RunData& run : runs) {
+    const auto same = std::find_if(arms.begin(), arms.end(), [&](const ArmRuns& arm) {
       return arm.name == run.arm && method(*arm.runs[0]) == method(run);
     });
     if (same != arms.end()) {
@@ -131,14 +131,15 @@ std::vector<Arm> arms_of(std::span<const Run> runs) {
     const bool plain = preset != run.keys.end() && preset->second == "bf16";
     arms.push_back({run.arm, {&run}, !plain});
   }
-  for (Arm& arm : arms) {
+  for (ArmRuns& arm : arms) {
     if (methods[arm.name] > 1) arm.name += " (" + arm.runs[0]->name + ")";
   }
-  std::stable_partition(arms.begin(), arms.end(), [](const Arm& arm) { return !arm.quantized; });
+  std::stable_partition(arms.begin(), arms.end(),
+                        [](const ArmRuns& arm) { return !arm.quantized; });
   return arms;
 }
 
-std::vector<Point> curve(const Arm& arm, const std::string& metric, std::size_t most) {
+std::vector<Point> curve(const ArmRuns& arm, const std::string& metric, std::size_t most) {
   const Places places(arm, most);
   const std::vector<std::vector<double>> values = gathered(arm, metric, places);
   std::vector<Point> points;
@@ -156,7 +157,7 @@ std::vector<Point> curve(const Arm& arm, const std::string& metric, std::size_t 
   return any ? points : std::vector<Point>{};
 }
 
-Grid grid(const Arm& arm, const std::string& metric, std::size_t most) {
+Grid grid(const ArmRuns& arm, const std::string& metric, std::size_t most) {
   const Places places(arm, most);
   Grid out;
   const std::size_t layers = num_layers(arm, metric);
@@ -171,15 +172,15 @@ Grid grid(const Arm& arm, const std::string& metric, std::size_t most) {
   return out;
 }
 
-Spread figure(const Arm& arm, const std::string& metric, Over over) {
+Spread figure(const ArmRuns& arm, const std::string& metric, Over over) {
   std::vector<double> of_seeds;
-  for (const Run* run : arm.runs) of_seeds.push_back(figure_of(run->column(metric), over));
+  for (const RunData* run : arm.runs) of_seeds.push_back(figure_of(run->column(metric), over));
   return spread(of_seeds);
 }
 
-Spread tokens_per_second(const Arm& arm) {
+Spread tokens_per_second(const ArmRuns& arm) {
   std::vector<double> of_seeds;
-  for (const Run* run : arm.runs) {
+  for (const RunData* run : arm.runs) {
     const double seconds = total(run->column("timing_s/step"));
     const double tokens = total(run->column("perf/total_num_tokens"));
     of_seeds.push_back(seconds > 0 && tokens > 0 ? tokens / seconds : kNaN);
@@ -187,10 +188,10 @@ Spread tokens_per_second(const Arm& arm) {
   return spread(of_seeds);
 }
 
-std::vector<std::string> names_under(std::span<const Arm> arms, const std::string& prefix) {
+std::vector<std::string> names_under(std::span<const ArmRuns> arms, const std::string& prefix) {
   std::set<std::string> names;
-  for (const Arm& arm : arms) {
-    for (const Run* run : arm.runs) {
+  for (const ArmRuns& arm : arms) {
+    for (const RunData* run : arm.runs) {
       for (auto it = run->metrics.lower_bound(prefix);
            it != run->metrics.end() && it->first.starts_with(prefix); ++it) {
         names.insert(it->first.substr(prefix.size()));
@@ -200,7 +201,7 @@ std::vector<std::string> names_under(std::span<const Arm> arms, const std::strin
   return {names.begin(), names.end()};
 }
 
-std::string find_metric(std::span<const Arm> arms, const std::string& begin,
+std::string find_metric(std::span<const ArmRuns> arms, const std::string& begin,
                         const std::string& end) {
   for (const std::string& name : names_under(arms, begin)) {
     if (name.ends_with(end)) return begin + name;

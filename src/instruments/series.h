@@ -11,15 +11,15 @@
 namespace lockstep::instruments {
 
 /// Runs that differ in nothing but their seeds.
-struct Arm {
+struct ArmRuns {
   std::string name;
-  std::vector<const Run*> runs;
+  std::vector<const RunData*> runs;
   bool quantized = true;  // false: its rollout is BF16, against which the others are held
 };
 
 /// The runs by arm, BF16 first, else in the order in which arms appear. Runs of one arm whose
 /// recipes differ in more than seeds and calibration are arms of their own, named by their folders.
-std::vector<Arm> arms_of(std::span<const Run> runs);
+std::vector<ArmRuns> arms_of(std::span<const RunData> runs);
 
 /// One place of a curve: the mean over seeds and over the steps that share a place, and their
 /// range. NaN where nothing was measured.
@@ -28,7 +28,7 @@ struct Point {
 };
 
 /// A metric of an arm over its steps, in at most `most` places of equally many steps each.
-std::vector<Point> curve(const Arm& arm, const std::string& metric, std::size_t most);
+std::vector<Point> curve(const ArmRuns& arm, const std::string& metric, std::size_t most);
 
 /// A metric layer by layer.
 struct Grid {
@@ -37,7 +37,7 @@ struct Grid {
 };
 
 /// metric/layer_0 ... over steps, means over seeds; no layers where the runs have none.
-Grid grid(const Arm& arm, const std::string& metric, std::size_t most);
+Grid grid(const ArmRuns& arm, const std::string& metric, std::size_t most);
 
 /// A figure over seeds.
 struct Spread {
@@ -48,16 +48,16 @@ struct Spread {
 enum class Over { kFirst, kLast, kAll, kLatest, kMost };
 
 /// The mean of a metric's first or last five steps, of all, its latest value, its largest.
-Spread figure(const Arm& arm, const std::string& metric, Over over);
+Spread figure(const ArmRuns& arm, const std::string& metric, Over over);
 
 /// Tokens over seconds, whole runs.
-Spread tokens_per_second(const Arm& arm);
+Spread tokens_per_second(const ArmRuns& arm);
 
 /// The metrics that begin so, in order, each once, without the beginning.
-std::vector<std::string> names_under(std::span<const Arm> arms, const std::string& prefix);
+std::vector<std::string> names_under(std::span<const ArmRuns> arms, const std::string& prefix);
 
 /// The first metric with that beginning and end, as val-core/*/reward/mean@1; "" where none is.
-std::string find_metric(std::span<const Arm> arms, const std::string& begin,
+std::string find_metric(std::span<const ArmRuns> arms, const std::string& begin,
                         const std::string& end);
 
 }  // namespace lockstep::instruments

@@ -1,0 +1,80 @@
+// What a report shows beyond what lies in run directories: verdicts, contracts, full codes' bytes.
+#include "instruments/report.h"
+
+#include <cmath>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "base/text.h"
+#include "cli/columns.h"
+#include "cli/session.h"
+#include "cli/verbs.h"
+#include "model/config_json.h"
+#include "recipe/preflight.h"
+#include "step/watch.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A folder as it stands, else below runs/.
+fs::path find_run(const std::string& name) {
+  if (fs::is_directory(name)) return name;
+  const fs::path below = run_folder(name);
+  if (fs::is_directory(below)) return below;
+  throw Usage(cat({"there is no run '", name, "', neither as a folder nor as ", below.string(),
+                   "; name a run directory, or a folder of them"}));
+}
+
+/// As the run itself would have judged its last step.
+std::string verdict(const instruments::RunData& run) {
+  step::Watch watch;
+  step::Verdict last;
+  for (std::size_t i = 0; i < run.steps.size(); ++i) {
+    Metrics metrics;
+    for (const auto& [name, column] : run.metrics) {
+      if (!std::isnan(column[i])) metrics[name] = column[i];
+    }
+    last = watch.judge(metrics);
+  }
+  return step::to_string(last);
+}
+
+/// The contract and what full codes would take, for which the model's shape must be at hand.
+void add_contract(instruments::RunData& run) {
+  const auto model = run.keys.find("model");
+  if (model == run.keys.end()) return;
+  try {
+    const recipe::Recipe recipe = recipe::parse_recipe(run.recipe, "recipe.toml");
+    const ModelConfig config = value_or_throw(read_config(recipe::find(recipe.model, "model")));
+    run.contract = to_string(bind(recipe.arm, config, recipe.rollout, recipe.rl).contract);
+    run.full_code_bytes = static_cast<double>(recipe::full_code_bytes(config));
+  } catch (const Error&) {
+    // The model is elsewhere, or the recipe is of another version: the page does without.
+  }
+}
+
+}  // namespace
+
+int report(const ReportArgs& args) {
+  std::vector<fs::path> folders;
+  std::string title;
+  for (const std::string& name : args.runs) {
+    folders.push_back(fs::weakly_canonical(find_run(name)));
+    title += (title.empty() ? "" : ", ") + folders.back().filename().string();
+  }
+  std::vector<instruments::RunData> runs = instruments::read_runs(folders);
+  for (instruments::RunData& run : runs) {
+    run.verdict = verdict(run);
+    add_contract(run);
+  }
+  fs::path out = args.out;
+  if (out.empty()) out = folders.size() == 1 ? folders[0] / "report.html" : fs::path("report.html");
+  instruments::write_report(runs, title, out, args.figures);
+  print(cat({"report: ", out.string(), "\n"}));
+  return 0;
+}
+
+}  // namespace lockstep::cli
