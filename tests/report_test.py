@@ -41,7 +41,7 @@ def test_report_lies_in_the_runs_folder(runs, tmp_path):
     done = report(runs, "--figures", tmp_path / "figures")
     assert done.returncode == 0, done.stderr
     page = (runs / "report.html").read_text()
-    assert done.stdout.strip() == f"report: {runs / 'report.html'}"
+    assert done.stdout.strip() == f"Report:  {runs / 'report.html'}"
     assert "2 seeds" in page and 'class="band c1"' in page
     assert "trainer and rollout differ by" in page  # naive's verdict, as the run would have said it
     assert {"reward.svg", "gap.svg", "flips_trace_act.svg"} <= {p.name for p in (tmp_path / "figures").iterdir()}

@@ -254,10 +254,11 @@ int demo(const DemoArgs& args) {
       static_cast<double>(recipe.rollout.drift.noise));
   std::printf("Time: %.0f s installing, %.0f s building, %.0f s running.\n",
               seconds_of("LOCKSTEP_WALL_INSTALL"), seconds_of("LOCKSTEP_WALL_BUILD"), took);
+  std::printf("Figures: %s\n", (root / "summary.json").c_str());
+  report({.runs = {root.string()}, .out = "", .figures = ""});
   std::printf(
-      "Figures: %s\nNext:    ./lockstep demo recipes/demo_tis.toml --run demo_tis   "
-      "(the same with importance sampling, cap 5)\n",
-      (root / "summary.json").c_str());
+      "Next:    ./lockstep demo recipes/demo_tis.toml --run demo_tis   "
+      "(the same with importance sampling, cap 5)\n");
   return 0;
 }
 

@@ -73,7 +73,7 @@ int report(const ReportArgs& args) {
   fs::path out = args.out;
   if (out.empty()) out = folders.size() == 1 ? folders[0] / "report.html" : fs::path("report.html");
   instruments::write_report(runs, title, out, args.figures);
-  print(cat({"report: ", out.string(), "\n"}));
+  print(cat({"Report:  ", out.string(), "\n"}));
   return 0;
 }
 
