@@ -137,7 +137,7 @@ std::string value_ticks(const Axis& axis, Scale scale) {
     for (const int digit : {1, 2, 5}) {
       const double value = digit * std::pow(10, decade);
       if (value < axis.low || value > axis.high) continue;
-      const bool named = (digit == 1 && decade % every == 0) || decades < 2;
+      const bool named = (digit == 1 && decade % every == 0) || decades < 2.6;
       if (named || decades < 4) tick(value, named ? number(value) : "");
     }
   }
