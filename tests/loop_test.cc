@@ -1,5 +1,6 @@
 // The loop over its real parts, at the smallest size: arms, records, resume.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -133,7 +134,8 @@ class Loop : public testing::Test {
     return std::stod(metrics.substr(at + key.size()));
   }
 
-  const fs::path root_ = fs::temp_directory_path() / "lockstep_loop_test";
+  const fs::path root_ =  // Its own: tests of one fixture run side by side.
+      fs::temp_directory_path() / ("lockstep_loop_test_" + std::to_string(getpid()));
 };
 
 constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";

@@ -1,6 +1,7 @@
 #include "instruments/diff.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -75,7 +76,7 @@ class DiffTest : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() /
-              (std::string("lockstep_diff_") +
+              ("lockstep_diff_" + std::to_string(getpid()) +
                ::testing::UnitTest::GetInstance()->current_test_info()->name());
     fs::remove_all(folder_);
     fs::create_directories(folder_);

@@ -1,6 +1,7 @@
 #include "step/run_dir.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -36,7 +37,8 @@ class RunDirTest : public testing::Test {
     }
   }
 
-  const fs::path root_ = fs::temp_directory_path() / "lockstep_run_dir_test";
+  const fs::path root_ =  // Its own: tests of one fixture run side by side.
+      fs::temp_directory_path() / ("lockstep_run_dir_test_" + std::to_string(getpid()));
   const std::unique_ptr<Comm> comm_ = Comm::single();
 };
 
@@ -115,7 +117,9 @@ TEST_F(RunDirTest, MetricsAreJson) {
 // tests/events_test.py reads what this leaves with TensorBoard's own reader.
 TEST(Events, WritesWhatTensorBoardReads) {
   const char* folder = std::getenv("LOCKSTEP_EVENTS");
-  const fs::path path = folder == nullptr ? fs::temp_directory_path() / "lockstep_events" : folder;
+  const fs::path path = folder == nullptr ? fs::temp_directory_path() /
+                                                ("lockstep_events_" + std::to_string(getpid()))
+                                          : folder;
   fs::create_directories(path);
   {
     EventFile events(path, 1);
