@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <limits>
 
+#include "base/text.h"
+
 namespace lockstep::instruments {
 namespace {
 
@@ -159,7 +161,7 @@ std::string step_ticks(const Axis& axis, double bottom) {
 std::string band(const Line& line, const Axis& x, const Axis& y) {
   std::string out, forth, back;
   const auto close = [&] {
-    if (!forth.empty()) out += "M" + forth.substr(1) + back + "Z";
+    if (!forth.empty()) out += cat({"M", forth.substr(1), back, "Z"});
     forth.clear();
     back.clear();
   };
@@ -171,8 +173,8 @@ std::string band(const Line& line, const Axis& x, const Axis& y) {
     }
     wide |= point.low != point.high;
     const std::string at_x = at(x.place(point.step));
-    forth += "L" + at_x + " " + at(y.place(point.high));
-    back = "L" + at_x + " " + at(y.place(point.low)) + back;
+    forth += cat({"L", at_x, " ", at(y.place(point.high))});
+    back = cat({"L", at_x, " ", at(y.place(point.low)), back});
   }
   close();
   return wide ? "<path class=\"band " + line.label.colour + "\" d=\"" + out + "\"/>" : "";
@@ -196,18 +198,18 @@ std::string course(const Line& line, const Axis& x, const Axis& y) {
       pen = alone = false;
       continue;
     }
-    out += (pen ? "L" : "M") + at(x.place(point.step)) + " " + at(y.place(point.mean));
+    out += cat({pen ? "L" : "M", at(x.place(point.step)), " ", at(y.place(point.mean))});
     alone = !pen;
     pen = true;
   }
   if (alone) out += "h0";
-  return "<path class=\"line " + line.label.colour + "\" d=\"" + out + "\"/>";
+  return cat({"<path class=\"line ", line.label.colour, "\" d=\"", out, "\"/>"});
 }
 
 std::string lines_data(std::span<const Line> lines, const Axis& x, const Axis& y, Scale scale) {
   const auto axis = [](const Axis& a) {
-    return "[" + at(a.from) + "," + at(a.to) + "," + json_number(a.low) + "," +
-           json_number(a.high) + "]";
+    return cat(
+        {"[", at(a.from), ",", at(a.to), ",", json_number(a.low), ",", json_number(a.high), "]"});
   };
   std::string out = "{\"kind\":\"lines\",\"x\":" + axis(x) + ",\"y\":" + axis(y) +
                     ",\"log\":" + (y.log ? "true" : "false") +
@@ -221,7 +223,7 @@ std::string lines_data(std::span<const Line> lines, const Axis& x, const Axis& y
     for (const Point& p : line.points) {
       if (!std::isfinite(p.mean)) continue;
       out += std::string(begun ? "," : "") + "[" + json_number(p.step) + "," + json_number(p.mean);
-      if (p.low != p.high) out += "," + json_number(p.low) + "," + json_number(p.high);
+      if (p.low != p.high) out += cat({",", json_number(p.low), ",", json_number(p.high)});
       out += "]";
       begun = true;
     }
@@ -296,24 +298,24 @@ Chart heat_map(const Grid& grid, double top) {
       while (end < row.size() && std::isfinite(row[end]) && heat_level(row[end], top) == level)
         ++end;
       const double x = kMapLeft + cell_w * static_cast<double>(i);
-      paths[static_cast<std::size_t>(level)] += "M" + at(x) + " " + at(y) + "h" +
-                                                at(cell_w * static_cast<double>(end - i)) + "v" +
-                                                at(cell_h) + "H" + at(x) + "z";
+      paths[static_cast<std::size_t>(level)] +=
+          cat({"M", at(x), " ", at(y), "h", at(cell_w * static_cast<double>(end - i)), "v",
+               at(cell_h), "H", at(x), "z"});
       i = end;
     }
     for (const double value : row) {
-      values += (values.empty() ? "" : ",") + (std::isfinite(value) ? number(value, 3) : "null");
+      values += cat({values.empty() ? "" : ",", std::isfinite(value) ? number(value, 3) : "null"});
     }
   }
   std::string body =
       "<rect class=\"void\" x=\"34\" y=\"4\" width=\"278\" height=\"" + at(height) + "\"/>";
   for (std::size_t level = 0; level < paths.size(); ++level) {
     if (paths[level].empty()) continue;
-    body += "<path class=\"h" + std::to_string(level) + "\" d=\"" + paths[level] + "\"/>";
+    body += cat({"<path class=\"h", level, "\" d=\"", paths[level], "\"/>"});
   }
   body += heat_ticks(grid, height);
   std::string steps;
-  for (const double step : grid.steps) steps += (steps.empty() ? "" : ",") + json_number(step);
+  for (const double step : grid.steps) steps += cat({steps.empty() ? "" : ",", json_number(step)});
   const std::string data = "{\"kind\":\"heat\",\"box\":[34,4,278," + at(height) + "],\"steps\":[" +
                            steps + "],\"values\":[" + values + "]}";
   return {316, kMapTop + height + 24, body, data};

@@ -221,7 +221,7 @@ std::string timing_figure(Page& page, const std::vector<ArmRuns>& arms) {
     for (std::size_t i = 0; i < std::size(kStages); ++i) {
       const double seconds = figure(arm, kStages[i].metric, Over::kAll).mean;
       if (!(seconds > 0)) continue;
-      bar.parts.push_back({{kStages[i].name, "t" + std::to_string(i)}, seconds});
+      bar.parts.push_back({{kStages[i].name, cat({"t", i})}, seconds});
       rest -= seconds;
       shown[i] = shown[i] || seconds > 0.005 * step;
     }
@@ -234,7 +234,7 @@ std::string timing_figure(Page& page, const std::vector<ArmRuns>& arms) {
   }
   std::vector<Label> legend;
   for (std::size_t i = 0; i < std::size(kStages); ++i) {
-    if (shown[i]) legend.push_back({kStages[i].name, "t" + std::to_string(i)});
+    if (shown[i]) legend.push_back({kStages[i].name, cat({"t", i})});
   }
   if (shown.back()) legend.push_back({"other", "t5"});
   const std::string out = page.figure("timing", "A step's time", "mean over the run",

@@ -253,10 +253,10 @@ std::string footer(std::span<const RunData> runs) {
       "its values; choose an arm to hide it.";
   for (const RunData& run : runs) {
     if (run.unreadable_lines == 0) continue;
-    out += " " + escaped(run.name) + ": " +
-           plural(static_cast<std::size_t>(run.unreadable_lines), "line") +
-           " of metrics.jsonl could not be read and " + (run.unreadable_lines == 1 ? "is" : "are") +
-           " left out.";
+    out += cat({" ", escaped(run.name), ": ",
+                plural(static_cast<std::size_t>(run.unreadable_lines), "line"),
+                " of metrics.jsonl could not be read and ",
+                run.unreadable_lines == 1 ? "is" : "are", " left out."});
   }
   return out + "</footer>\n";
 }
