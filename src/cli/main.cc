@@ -138,6 +138,31 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
 }
 
+void add_dump(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<DumpArgs>();
+  auto* sub =
+      verb(app, "dump", "write what the engine or the trainer computes, for diff",
+           "dump recipes/demo.toml arm=trace --score answers.jsonl --out rollout.safetensors\n"
+           "  ./lockstep dump recipes/demo.toml arm=trace --score answers.jsonl --trainer "
+           "--out trainer.safetensors");
+  add_subject(sub, *args);
+  sub->add_option("--score", args->score, "a JSONL file of sequences, as rollout --score reads it")
+      ->required();
+  sub->add_option("--out", args->out, "the .safetensors file to write")->required();
+  sub->add_flag("--trainer", args->by_trainer, "the trainer's numbers, guided as the arm says");
+  sub->callback([&chosen, args] { chosen = [args] { return dump(*args); }; });
+}
+
+void add_verify(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<VerifyArgs>();
+  auto* sub = verb(app, "verify", "check that the parts agree on a checkpoint, bit for bit",
+                   "verify runs/mine");
+  sub->add_option("subject", args->subject, "a checkpoint, a run directory, or a recipe");
+  sub->add_option("assignments", args->assignments, "key=value, over what the recipe says");
+  sub->add_option("--model", args->model, "a Hugging Face directory, over the recipe's");
+  sub->callback([&chosen, args] { chosen = [args] { return verify(*args); }; });
+}
+
 void add_diff(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DiffArgs>();
   auto* sub = verb(app, "diff", "show where two engines part, from dumps of the same tokens",
@@ -181,6 +206,8 @@ int run(int argc, char** argv) {
   add_rollout(app, chosen);
   add_eval(app, chosen);
   add_inspect(app, chosen);
+  add_dump(app, chosen);
+  add_verify(app, chosen);
   add_diff(app, chosen);
   add_report(app, chosen);
 

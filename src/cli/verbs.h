@@ -84,6 +84,23 @@ struct InspectArgs {
 };
 int inspect(const InspectArgs& args);
 
+struct DumpArgs {
+  std::string recipe;  // as in RolloutArgs
+  std::vector<std::string> assignments;
+  std::string model;
+  std::string score;  // a JSONL file of sequences
+  std::string out;
+  bool by_trainer = false;
+};
+int dump(const DumpArgs& args);
+
+struct VerifyArgs {
+  std::string subject;  // as in RolloutArgs
+  std::vector<std::string> assignments;
+  std::string model;
+};
+int verify(const VerifyArgs& args);
+
 struct DiffArgs {
   std::string a, b;  // dumps
   std::string contract = "lockstep";

@@ -43,6 +43,7 @@ void pack_row(const PackedView<const std::uint8_t>& codes, std::int64_t row, std
 struct Capture::Impl {
   Agreement agreement;
   TraceSink* sink = nullptr;
+  bool bf16 = false;
 
   // Of the pass that runs.
   const Pass* pass = nullptr;
@@ -74,8 +75,8 @@ struct Capture::Impl {
                  Place place, Encoding encoding);
 };
 
-Capture::Capture(const Agreement& agreement, TraceSink* sink)
-    : impl_(std::make_unique<Impl>(Impl{.agreement = agreement, .sink = sink})) {}
+Capture::Capture(const Agreement& agreement, TraceSink* sink, bool bf16)
+    : impl_(std::make_unique<Impl>(Impl{.agreement = agreement, .sink = sink, .bf16 = bf16})) {}
 
 Capture::~Capture() = default;
 
@@ -134,6 +135,20 @@ void Capture::activations([[maybe_unused]] const Pass& pass, Layer layer, Site s
              &out[i * static_cast<std::size_t>(full.bytes())]);
   }
   impl_->sink->append(impl_->audit_keys, {place, full, out});
+}
+
+void Capture::numbers([[maybe_unused]] const Pass& pass, Layer layer, Site site,
+                      TensorView<const Bf16, 2> x) {
+  if (impl_->sink == nullptr || !impl_->bf16 || impl_->keys.empty()) return;
+  assert(impl_->pass == &pass && "begin() comes before the pass");
+  const Place place = {layer, site};
+  const RowLayout kept = impl_->agreement.layout(place, Encoding::kBf16);
+  const auto width = static_cast<std::size_t>(kept.bytes());
+  const std::span<std::byte> out = impl_->room(impl_->keys.size(), kept.bytes());
+  for (std::size_t i = 0; i < impl_->rows.size(); ++i) {
+    std::memcpy(&out[i * width], x.data + impl_->rows[i] * x.stride[0], width);
+  }
+  impl_->sink->append(impl_->keys, {place, kept, out});
 }
 
 void Capture::routes([[maybe_unused]] const Pass& pass, Layer layer,

@@ -19,8 +19,8 @@ struct LayerKv;
 /// are read from the pages when a sequence is released.
 class Capture {
  public:
-  /// A null sink captures nothing.
-  Capture(const Agreement& agreement, TraceSink* sink);
+  /// A null sink captures nothing. `bf16`: numbers() are wanted.
+  Capture(const Agreement& agreement, TraceSink* sink, bool bf16 = false);
   ~Capture();
 
   /// Before each pass: which rows are recorded and which of them are audited.
@@ -35,6 +35,10 @@ class Capture {
   /// quantizes.
   void activations(const Pass& pass, Layer layer, Site site,
                    TensorView<const std::uint8_t, 2> records, PackedView<const std::uint8_t> codes);
+
+  /// `x` [n, width], what the pass has there before it is quantized: w13_in, K or V. Call once a
+  /// layer and site.
+  void numbers(const Pass& pass, Layer layer, Site site, TensorView<const Bf16, 2> x);
 
   /// `experts` [n, K], in the order of the router's choice. Throws where they are not K different
   /// ones: what a router never chose must not be replayed.

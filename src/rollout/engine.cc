@@ -68,7 +68,7 @@ struct Engine::Impl {
         rank(comm.rank()),
         forward(agreement, options, device),
         cache(agreement, options),
-        capture(agreement, sink),
+        capture(agreement, sink, options.record_bf16),
         scheduler(agreement, options, cache, sink, [this](Sequence& s) { begin(s); }),
         weights(*this) {}
 

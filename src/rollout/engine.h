@@ -41,6 +41,9 @@ struct Options {
   std::int32_t tokens_per_pass = 2048;  // chunked prefill and decode share a pass of this many
   std::int32_t max_sequences = 1024;    // that decode side by side
   bool reuse_prefixes = true;           // of earlier requests under the same weights
+  // Beside its records every token leaves w13_in, k and v in BF16, from before they are quantized,
+  // in every layer (Encoding::kBf16): for a dump.
+  bool record_bf16 = false;
 };
 
 /// A trajectory to be continued: a prompt, a next turn, or one that a weight update interrupted.

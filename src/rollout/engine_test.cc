@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <set>
 #include <string>
 
+#include "kernels/exact/quantize.h"
 #include "rollout/engine_rig.h"
 #include "rollout/kv_cache.h"
 #include "rollout/kv_rows.h"
@@ -157,6 +159,50 @@ TEST(Engine, RescoringAtUnchangedWeightsFindsTheSameLogProbsAndRecords) {
     EXPECT_NE(moved[0].rollout_logp, out[0].rollout_logp);
     EXPECT_EQ(moved[0].path[0].version, WeightVersion{2});
   }
+}
+
+/// A dump's numbers are those that the records were taken from, and leave all else as it was.
+TEST(Engine, Bf16RecordsAreWhatTheCodesCameFrom) {
+  const Agreement agreement = small_agreement(Guidance::kFullForced);
+  Rig plain(agreement);
+  Rig rig(agreement, {.tokens_per_pass = 13, .record_bf16 = true});
+  const std::vector<Trajectory> expected = generate(plain.engine, batch());
+  const std::vector<Trajectory> out = generate(rig.engine, batch());
+  std::int64_t compared = 0;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    expect_same(expected[i], out[i]);
+    const MemoryTrace::Records records = rig.trace.records(out[i]);
+    for (const auto& [key, row] : records) {
+      const auto& [position, place, encoding] = key;
+      if (encoding != Encoding::kBf16) continue;
+      const Place at = place;
+      if (!agreement.guide.follows(at)) continue;
+      const auto codes = records.find({position, at, Encoding::kCodes});
+      ASSERT_TRUE(codes != records.end());
+      const RowLayout layout = agreement.layout(at, Encoding::kCodes);
+      std::vector<Bf16> x(row.size() / 2);
+      std::memcpy(x.data(), row.data(), row.size());
+      const std::int64_t width = std::ssize(x);
+      std::vector<std::uint8_t> packed(static_cast<std::size_t>(width / 2)),
+          scales(static_cast<std::size_t>(width / 16)),
+          record(static_cast<std::size_t>(layout.bytes()));
+      float global = 0;
+      kernels::quantize({.x = {x.data(), {1, width}, {width, 1}},
+                         .rule = agreement.rule(at.site),
+                         .exponent = -6,
+                         .out = {.codes = {packed.data(), {1, width / 2}, {width / 2, 1}},
+                                 .scales = {scales.data(), {1, width / 16}, {width / 16, 1}},
+                                 .global = {&global, {1}, {1}}},
+                         .layout = layout,
+                         .records = {record.data(), {1, layout.bytes()}, {layout.bytes(), 1}}});
+      ASSERT_EQ(codes->second.size(), record.size());
+      EXPECT_EQ(std::memcmp(codes->second.data(), record.data(), record.size()), 0)
+          << position << " " << at.layer.value;
+      ++compared;
+    }
+    if (i == 1) break;  // enough
+  }
+  EXPECT_GT(compared, 100);
 }
 
 TEST(Engine, ScoresGivenTokensWithoutAMaskFromTheSecondOn) {

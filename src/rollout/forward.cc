@@ -62,7 +62,7 @@ struct Forward::Impl {
   TensorView<const float, 2> run(const Pass& pass, std::span<const LayerKv> cache,
                                  Capture& capture);
   void embed(const Pass& pass);
-  void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache);
+  void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache, Capture& capture);
   void feed(const Pass& pass, std::int32_t layer, Capture& capture);
   void add(const Pass& pass, std::int32_t layer, std::uint32_t site, TensorView<Bf16, 2> x);
   TensorView<const float, 2> logits_of(const Pass& pass);
@@ -98,7 +98,7 @@ TensorView<const float, 2> Forward::Impl::run(const Pass& pass, std::span<const 
                  [](const TokenKey& key) { return key.span.value; });
   embed(pass);
   for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
-    attend(pass, layer, cache[static_cast<std::size_t>(layer)]);
+    attend(pass, layer, cache[static_cast<std::size_t>(layer)], capture);
     feed(pass, layer, capture);
   }
   return logits_of(pass);
@@ -113,7 +113,8 @@ void Forward::Impl::embed(const Pass& pass) {
   }
 }
 
-void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& cache) {
+void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& cache,
+                           Capture& capture) {
   const ModelConfig& model = agreement.model;
   const LayerWeights& w = weights.layer(layer);
   const std::int64_t q_width = model.q_width();
@@ -141,6 +142,9 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   if (const auto row = kernels::first_nonfinite(qkv); row >= 0)
     stop(pass, layer, {row, "q, k or v"});
 
+  capture.numbers(pass, {layer}, Site::kK, k);
+  capture.numbers(pass, {layer}, Site::kV, v);
+
   const kernels::PagedRows where = {pass.positions, pass.sequence, pass.pages};
   const TensorView<std::int64_t, 1> counts = {kv_counts.data(), {kernels::kNumQuantizeCounts}, {1}};
   kernels::write_kv({.x = k, .kv = cache.k, .rows = where, .counts = counts}, {});
@@ -162,6 +166,7 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
 void Forward::Impl::feed(const Pass& pass, std::int32_t layer, Capture& capture) {
   const LayerWeights& w = weights.layer(layer);
   kernels::rms_norm({.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()}, {});
+  capture.numbers(pass, {layer}, Site::kW13In, x());
   const Nonfinite found = experts.run(pass, {layer}, w, x(), capture, o());
   if (found.row >= 0) stop(pass, layer, found);
   add(pass, layer, kAfterExperts, o());

@@ -69,6 +69,11 @@ Scheduler::Scheduler(const Agreement& agreement, const Options& options, KvCache
     }
   }
   bytes_all_ += bytes_kv_;
+  for (std::int32_t l = 0; l < agreement.model.num_layers && options.record_bf16; ++l) {
+    for (const Site site : {Site::kW13In, Site::kK, Site::kV}) {
+      bytes_all_ += agreement.layout({Layer{l}, site}, Encoding::kBf16).bytes();
+    }
+  }
 }
 
 std::int64_t Scheduler::most_fed(const Request& request, bool scored) const {

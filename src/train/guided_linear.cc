@@ -11,10 +11,14 @@ namespace lockstep::train {
 using at::Tensor;
 
 Tensor Sites::w13_in(Layer layer, const Tensor& x) const {
+  show({layer, Site::kW13In}, x);
   return rounded({layer, Site::kW13In}, x);
 }
 
-Tensor Sites::kv(Place place, const Tensor& x) const { return rounded(place, x); }
+Tensor Sites::kv(Place place, const Tensor& x) const {
+  show(place, x);
+  return rounded(place, x);
+}
 
 ops::Rounding Sites::w2_in(Layer layer) const {
   const Place place = {layer, Site::kW2In};

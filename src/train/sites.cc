@@ -11,8 +11,8 @@ namespace lockstep::train {
 using at::Tensor;
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
-             Tally* tally)
-    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally) {
+             Tally* tally, Reveal reveal)
+    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally), reveal_(reveal) {
   if (trace == nullptr || tally == nullptr) return;
   for (std::size_t i = 0; i < pack.keys.size(); ++i) {
     if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
@@ -95,7 +95,10 @@ Tensor Sites::experts(Layer layer, const Tensor& p) const {
   const std::int64_t k = agreement_.model.experts_per_token;
   Tensor chosen = ops::choose_experts(p, k);
   const Encoding encoding = agreement_.encoding(place);
-  if (trace_ == nullptr || encoding == Encoding::kNone) return chosen;
+  if (trace_ == nullptr || encoding == Encoding::kNone) {
+    show_experts(layer, chosen);
+    return chosen;
+  }
 
   const Records records = read(place, encoding);
   const auto width = static_cast<std::size_t>(records.layout.bytes());
@@ -117,7 +120,41 @@ Tensor Sites::experts(Layer layer, const Tensor& p) const {
     tally_->routes_absent += pack_.rows() - followed;
     tally_->routes_mismatched += mismatched;
   }
+  show_experts(layer, chosen);
   return chosen;
+}
+
+/// Rows that have a name; BF16 compute or not, a dump holds BF16.
+void Sites::show(Place place, const Tensor& x) const {
+  if (reveal_.sink == nullptr || pack_.keys.empty()) return;
+  std::vector<Bf16> all(static_cast<std::size_t>(x.numel()));
+  ops::store_bf16(x.detach(), all.data());
+  const std::int64_t width = x.size(1);
+  std::vector<Bf16> rows;
+  rows.reserve(pack_.keys.size() * static_cast<std::size_t>(width));
+  for (const std::int64_t row : pack_.key_row) {
+    rows.insert(rows.end(), all.begin() + row * width, all.begin() + (row + 1) * width);
+  }
+  const std::lock_guard lock(*reveal_.mutex);
+  reveal_.sink->append(pack_.keys, {place, agreement_.layout(place, Encoding::kBf16),
+                                    std::as_bytes(std::span(rows))});
+}
+
+void Sites::show_experts(Layer layer, const Tensor& chosen) const {
+  if (reveal_.sink == nullptr || pack_.keys.empty()) return;
+  const Place place = {layer, Site::kRouter};
+  const std::int64_t k = chosen.size(1);
+  const std::int64_t* all = chosen.data_ptr<std::int64_t>();
+  std::vector<std::uint8_t> rows;
+  for (const std::int64_t row : pack_.key_row) {
+    for (std::int64_t j = 0; j < k; ++j) {
+      rows.push_back(static_cast<std::uint8_t>(all[row * k + j] & 0xff));
+      rows.push_back(static_cast<std::uint8_t>(all[row * k + j] >> 8));
+    }
+  }
+  const std::lock_guard lock(*reveal_.mutex);
+  reveal_.sink->append(pack_.keys, {place, agreement_.layout(place, Encoding::kExperts16),
+                                    std::as_bytes(std::span(rows))});
 }
 
 }  // namespace lockstep::train

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "ops/guide.h"
@@ -15,13 +16,19 @@
 
 namespace lockstep::train {
 
+/// Where a pass shows its numbers before they are rounded, and its experts: a dump.
+struct Reveal {
+  TraceSink* sink = nullptr;
+  std::mutex* mutex = nullptr;  // passes run side by side, a sink has one writer
+};
+
 /// One pass. Every call reads its place's records anew and leaves no mark, so that whoever computes
 /// again reads the same.
 class Sites {
  public:
   /// `trace` may be nullptr: nothing is followed. `tally` may be nullptr: nothing is counted.
   Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
-        Tally* tally);
+        Tally* tally, Reveal reveal = {});
 
   /// The routed experts' shared input.   [T, D]
   at::Tensor w13_in(Layer layer, const at::Tensor& x) const;
@@ -54,6 +61,8 @@ class Sites {
 
   at::Tensor rounded(Place place, const at::Tensor& x) const;
   void round(Place place, TensorView<Bf16, 2> x) const;
+  void show(Place place, const at::Tensor& x) const;
+  void show_experts(Layer layer, const at::Tensor& chosen) const;
   std::vector<Bf16> audited_rows(const Bf16* x, std::int64_t width) const;
   void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
              const std::vector<Bf16>& after) const;
@@ -63,6 +72,7 @@ class Sites {
   const Pack& pack_;
   const TraceSource* trace_;
   Tally* tally_;
+  Reveal reveal_;
   std::vector<std::size_t> audited_;  // which of pack.keys
 };
 

@@ -133,6 +133,8 @@ struct Trainer::Impl {
                  std::vector<Step>* steps) const;
   void backward(const Network& network, const Pack& pack, const Sites& sites,
                 std::vector<Step>& steps, Tensor dh) const;
+  PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
+                    const Reveal& reveal) const;
   double accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                     const TraceSource* trace, const TokenLoss& loss);
 
@@ -278,16 +280,26 @@ Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& opti
 Trainer::~Trainer() = default;
 
 PerToken Trainer::logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const {
-  const Impl& t = *impl_;
+  return impl_->logprobs(batch, trace, {});
+}
+
+PerToken Trainer::reveal(std::span<const Trajectory> batch, const TraceSource* trace,
+                         TraceSink& dump) const {
+  std::mutex mutex;
+  return impl_->logprobs(batch, trace, {&dump, &mutex});
+}
+
+PerToken Trainer::Impl::logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
+                                 const Reveal& reveal) const {
   PerToken logp = zeros(batch);
-  const std::vector<Pack> packs = t.cut(batch);
-  require_weights(t.ready);
-  t.each_pass(packs.size(), [&](const Lane& lane, std::size_t p) {
+  const std::vector<Pack> packs = cut(batch);
+  require_weights(ready);
+  each_pass(packs.size(), [&](const Lane& lane, std::size_t p) {
     const Pack& pack = packs[p];
-    if (pack.scored_row.empty()) return;
+    if (pack.scored_row.empty() && reveal.sink == nullptr) return;
     const at::AutoGradMode none(false);
-    const Sites sites(t.agreement, t.qat, pack, trace, nullptr);
-    const Tensor h = t.forward(lane.network, pack, sites, nullptr);
+    const Sites sites(agreement, qat, pack, trace, nullptr, reveal);
+    const Tensor h = forward(lane.network, pack, sites, nullptr);
     const Scores scores = lane.network.score(h, pack, false);
     each_scored(batch, pack, [&](std::size_t i, std::size_t position, std::size_t s) {
       logp[i][position] = scores.logp[s];

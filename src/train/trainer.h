@@ -58,6 +58,11 @@ class Trainer {
   /// Guided by `trace`; nullptr for a reference policy or an evaluation.
   PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const;
 
+  /// The same, and every token's w13_in, k and v in BF16, from before they are rounded, and its
+  /// experts go to `dump` (Encoding::kBf16, kExperts16), where the spans of the paths are open.
+  PerToken reveal(std::span<const Trajectory> batch, const TraceSource* trace,
+                  TraceSink& dump) const;
+
   /// Forward and backward of the summed loss; gradients add up until update(). The same forward
   /// as logprobs: with unchanged weights it gives `loss` the same bits.
   double accumulate(std::span<const Trajectory> batch, const TraceSource* trace,

@@ -1,0 +1,48 @@
+#include "instruments/verify.h"
+
+#include <algorithm>
+#include <fstream>
+
+#include "base/text.h"
+#include "cli/columns.h"
+#include "cli/subject.h"
+#include "cli/verbs.h"
+
+namespace lockstep::cli {
+namespace {
+
+/// The contract's id in the first line of the run's own recipe, "" where `path` is no run.
+std::string run_contract(const std::string& path) {
+  std::ifstream recipe(std::filesystem::path(path) / "recipe.toml");
+  std::string line;
+  constexpr std::string_view kBegin = "# contract ";
+  if (!std::getline(recipe, line) || !line.starts_with(kBegin)) return "";
+  return line.substr(kBegin.size());
+}
+
+}  // namespace
+
+int verify(const VerifyArgs& args) {
+  const Subject subject = open_subject(args.subject, args.assignments, args.model);
+  print(cat({subject.policy.folder.string(), ", ", subject.numbers(), "\n"}));
+  // What the command line changes is not what the run named.
+  const std::string named =
+      args.assignments.empty() && args.model.empty() ? run_contract(args.subject) : "";
+  const auto checks = instruments::verify(
+      {.agreement = subject.agreement,
+       .weights = *subject.policy.weights,
+       .rollout = subject.arm.rollout,
+       .run_contract = named},
+      [](const instruments::Check& check) {
+        print(cat({check.ok ? "ok   " : "bad  ", check.name,
+                   std::string(10 - check.name.size(), ' '), check.figures, "\n"}));
+      });
+  const auto bad = std::count_if(checks.begin(), checks.end(), [](const auto& c) { return !c.ok; });
+  if (bad > 0) {
+    throw Error(cat({bad, " of ", checks.size(), " checks failed on ",
+                     subject.policy.folder.string(), "; docs/verify.md says what each means"}));
+  }
+  return 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,110 @@
+/// What `lockstep verify` checks, on the tiny checkpoint and on what is wrong on purpose.
+#include "instruments/verify.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "model/checkpoint.h"
+#include "rollout/engine.h"
+
+namespace lockstep::instruments {
+namespace {
+
+/// Changes one weight from the second reading on.
+class Unsteady final : public WeightSource {
+ public:
+  explicit Unsteady(const WeightSource& from) : from_(from) {}
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    ++readings_;
+    from_.each([&](const Weight& weight) {
+      const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
+      const bool here = weight.id.role == WeightId::Role::kDown && weight.id.layer.value == 3 &&
+                        weight.id.expert.value == 5;
+      if (readings_ == 1 || !here || bf16 == nullptr) return visit(weight);
+      std::vector<Bf16> changed;
+      for (std::int64_t row = 0; row < bf16->shape[0]; ++row) {
+        const Bf16* at = bf16->data + row * bf16->stride[0];
+        changed.insert(changed.end(), at, at + bf16->shape[1]);
+      }
+      changed[7] = static_cast<Bf16>(std::uint16_t{0x4000});
+      visit({weight.id, TensorView<const Bf16, 2>{
+                            changed.data(), bf16->shape, {bf16->shape[1], 1}, Device{}}});
+    });
+  }
+
+ private:
+  const WeightSource& from_;
+  mutable int readings_ = 0;
+};
+
+class VerifyTest : public ::testing::Test {
+ protected:
+  VerifyTest() : checkpoint_("models/tiny-moe") {
+    agreement_.model = checkpoint_.config();
+    agreement_.contract = contracts::lockstep(agreement_.model.num_layers);
+    std::vector<Token> text;
+    for (const char c : std::string("37*46=37*40=1480;37*6=222;1480+222=1702")) text.push_back(c);
+    agreement_.contract.kv_exponents =
+        rollout::calibrate_kv(agreement_.model, checkpoint_, {&text, 1});
+    agreement_.seed = 5;
+  }
+
+  std::map<std::string, Check> run(VerifyArgs args) const {
+    args.prompts = 3;
+    args.max_new_tokens = 12;
+    std::map<std::string, Check> by_name;
+    std::size_t told = 0;
+    for (const Check& check : verify(args, [&](const Check&) { ++told; })) {
+      std::printf("%-4s %-9s %s\n", check.ok ? "ok" : "bad", check.name.c_str(),
+                  check.figures.c_str());
+      by_name[check.name] = check;
+    }
+    EXPECT_EQ(told, by_name.size());
+    EXPECT_EQ(by_name.size(), 5u);
+    return by_name;
+  }
+
+  CheckpointSource checkpoint_;
+  Agreement agreement_;
+};
+
+TEST_F(VerifyTest, AllHoldsUnderNvfp4AndBf16) {
+  for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
+    EXPECT_TRUE(check.ok) << name << ": " << check.figures;
+  }
+  agreement_.contract = contracts::bf16();
+  for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
+    EXPECT_TRUE(check.ok) << name << ": " << check.figures;
+  }
+}
+
+TEST_F(VerifyTest, WeightsThatChangeAndARunOfAnotherContractAreFound) {
+  const Unsteady weights(checkpoint_);
+  auto checks =
+      run({.agreement = agreement_, .weights = weights, .run_contract = "0123456789abcdef"});
+  EXPECT_FALSE(checks["contract"].ok);
+  EXPECT_NE(checks["contract"].figures.find("the run names 0123456789abcdef"), std::string::npos);
+  EXPECT_FALSE(checks["refit"].ok);
+  EXPECT_NE(checks["refit"].figures.find("; 1 differ"), std::string::npos);
+}
+
+TEST_F(VerifyTest, WhatDependsOnTheBatchIsFound) {
+  auto checks = run({.agreement = agreement_,
+                     .weights = checkpoint_,
+                     .rollout = {.residual = rollout::Residual::kChannels,
+                                 .residual_scope = rollout::ResidualScope::kBatch}});
+  EXPECT_TRUE(checks["capture"].ok) << checks["capture"].figures;
+  EXPECT_FALSE(checks["batch"].ok);
+}
+
+TEST_F(VerifyTest, ACacheWithoutExponentsFailsInWords) {
+  agreement_.contract.kv_exponents.clear();
+  auto checks = run({.agreement = agreement_, .weights = checkpoint_});
+  EXPECT_FALSE(checks["contract"].ok);
+  EXPECT_FALSE(checks["batch"].ok);
+  EXPECT_NE(checks["capture"].figures, "");
+}
+
+}  // namespace
+}  // namespace lockstep::instruments
