@@ -9,18 +9,29 @@
 #endif
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "base/error.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
 
 int default_threads() {
   const char* asked = std::getenv("LOCKSTEP_THREADS");
-  const int count = asked == nullptr ? 0 : std::atoi(asked);
-  return count > 0 ? count : tbb::info::default_concurrency();
+  if (asked == nullptr || *asked == '\0') return tbb::info::default_concurrency();
+  constexpr int kMost = 1024;
+  int count = 0;
+  const char* end = asked + std::strlen(asked);
+  const auto [at, error] = std::from_chars(asked, end, count);
+  if (error != std::errc() || at != end || count < 1 || count > kMost) {
+    throw Error(cat({"LOCKSTEP_THREADS is \"", asked, "\": set it to a number from 1 to ", kMost,
+                     ", or unset it for one thread a core"}));
+  }
+  return count;
 }
 
 std::unique_ptr<tbb::task_arena>& arena() {

@@ -1,9 +1,11 @@
 // lockstep VERB ...: reads the command line and calls the verb.
 #include <CLI/CLI.hpp>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
 
+#include "base/text.h"
 #include "cli/log.h"
 #include "cli/verbs.h"
 
@@ -23,6 +25,15 @@ void add_recipe(CLI::App* sub, Args& args, bool required) {
   auto* option = sub->add_option("recipe", args.recipe, "a TOML file; recipes/ has examples");
   if (required) option->required();
   sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
+}
+
+/// Refuses what lies outside [least, most], and what is no number.
+std::function<std::string(const std::string&)> within(double least, double most) {
+  return [=](const std::string& text) -> std::string {
+    const double value = std::strtod(text.c_str(), nullptr);
+    if (value >= least && value <= most) return "";
+    return cat({text, " is not between ", least, " and ", most});
+  };
 }
 
 /// Which verb was named, with what its options say.
@@ -90,10 +101,13 @@ void add_rollout(CLI::App& app, Chosen& chosen) {
                    "rollout recipes/demo.toml arm=trace --n 8 --samples 4 --out answers.jsonl\n"
                    "  ./lockstep rollout recipes/demo.toml --score answers.jsonl --gap");
   add_subject(sub, *args);
-  sub->add_option("--n", args->prompts, "how many of the task's prompts")->capture_default_str();
+  sub->add_option("--n", args->prompts, "how many of the task's prompts")
+      ->check(within(1, 1e9))
+      ->capture_default_str();
   sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
   sub->add_option("--prompt", args->prompt, "this text, not the task's prompts");
-  sub->add_option("--step", args->step, "the prompts of that step of training, not evaluation's");
+  sub->add_option("--step", args->step, "the prompts of that step of training, not evaluation's")
+      ->check(within(0, 1e15));
   sub->add_option("--trace", args->trace, "a folder in which to leave the records");
   sub->add_option("--score", args->score,
                   "a JSONL file of sequences (token_ids or tokens, text, or prompt and response): "
@@ -110,12 +124,14 @@ void add_eval(CLI::App& app, Chosen& chosen) {
                    "eval runs/mine --n 256 --samples 4\n"
                    "  ./lockstep eval models/tiny-moe arm=naive --greedy");
   add_subject(sub, *args);
-  sub->add_option("--n", args->prompts, "how many prompts; default: the recipe's eval.prompts");
+  sub->add_option("--n", args->prompts, "how many prompts; default: the recipe's eval.prompts")
+      ->check(within(1, 1e9));
   sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
   sub->add_flag("--greedy", args->greedy, "the likeliest token each time");
-  sub->add_option("--temperature", args->temperature, "default: the recipe's");
-  sub->add_option("--top-p", args->top_p, "default: the recipe's");
-  sub->add_option("--top-k", args->top_k, "default: the recipe's; 0: all");
+  sub->add_option("--temperature", args->temperature, "default: the recipe's; see --greedy")
+      ->check(within(1e-3, 100));
+  sub->add_option("--top-p", args->top_p, "default: the recipe's")->check(within(1e-6, 1));
+  sub->add_option("--top-k", args->top_k, "default: the recipe's; 0: all")->check(within(0, 1e9));
   sub->add_option("--out", args->out, "a file for the answers, as rollout writes them");
   sub->callback([&chosen, args] { chosen = [args] { return eval(*args); }; });
 }
@@ -134,7 +150,8 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   sub->add_option("--span", args->span,
                   "its id, or PROMPT (what its samples share), PROMPT:SAMPLE, PROMPT:SAMPLE:TURN");
   sub->add_option("--place", args->place, "LAYER.SITE, as 3.w13_in: the span's row there");
-  sub->add_option("--position", args->position, "of that row; default: the span's first");
+  sub->add_option("--position", args->position, "of that row; default: the span's first")
+      ->check(within(0, 1e9));
   sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
 }
 

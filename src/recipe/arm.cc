@@ -88,6 +88,11 @@ std::int32_t layer_number(std::string_view text, std::string_view spelling,
 
 Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
   if (spec.contract == "bf16") return contracts::bf16();
+  if (spec.contract != "lockstep") {
+    throw Error(cat({"contract.preset is \"", spec.contract,
+                     "\"; a rollout runs lockstep or bf16 (other dialects are read, written and "
+                     "compared, not run)"}));
+  }
   Contract contract = contracts::lockstep(model.num_layers);
   contract.layers = layer_set(spec.contract_layers, model.num_layers);
   if (!spec.contract_weights) contract.weight = Quantizer{};

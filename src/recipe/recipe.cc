@@ -82,9 +82,9 @@ std::vector<Key> arm_keys(ArmSpec& a) {
        1000000},
       {"guide.max_version_diff", &a.max_version_diff,
        "records of weights older than so many updates are not followed", 0, 1000},
-      {"residual.kind", choice(a.residual, {"none", "channels", "two_of_four", "blocks", "dense"}),
+      {"residual.kind", choice(a.residual, {"none", "channels", "dense"}),
        "the rollout's second FP4 pass over what the first lost (QUADS: channels)"},
-      {"residual.scope", choice(a.residual_scope, {"per_token", "batch", "static"}),
+      {"residual.scope", choice(a.residual_scope, {"per_token", "batch"}),
        "whose residuals choose the channels; batch is the paper's, and not batch-invariant"},
       {"residual.permille", &a.residual_permille, "of the 16-wide channel groups", 0, 1000},
   };

@@ -163,5 +163,13 @@ TEST(Preflight, BytesOfTheBudget) {
   EXPECT_EQ(bytes_text(13 * 1024 + 820), "13.8 KiB");
 }
 
+TEST(Arm, APresetThatNoRolloutRunsIsNamed) {
+  for (const char* preset : {"te", "lokstep", ""}) {
+    ArmSpec spec = arm_spec("naive");
+    spec.contract = preset;
+    EXPECT_THROW(bind(spec, ModelConfig{.num_layers = 2}), Error) << preset;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::recipe

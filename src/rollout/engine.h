@@ -19,10 +19,10 @@
 namespace lockstep::rollout {
 
 /// The second FP4 pass over what the first one lost (QUADS, Rollout-ResQ).
-enum class Residual : std::uint8_t { kNone, kChannels, kTwoOfFour, kBlocks, kDense };
+enum class Residual : std::uint8_t { kNone, kChannels, kDense };
 
 /// Whose residuals decide which channels get the second pass.
-enum class ResidualScope : std::uint8_t { kPerToken, kBatch, kStatic };
+enum class ResidualScope : std::uint8_t { kPerToken, kBatch };
 
 /// Declared differences between the engines, for studies (records.md 7); 0 and false: none.
 struct Drift {

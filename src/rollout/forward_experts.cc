@@ -34,15 +34,8 @@ void half_of(const PackedView<const std::uint8_t>& from, bool second,
 }
 
 void require_residual(const Options& options) {
-  const Residual kind = options.residual;
-  if (kind == Residual::kTwoOfFour || kind == Residual::kBlocks) {
-    throw Error("rollout.residual is two_of_four or blocks; this engine has channels and dense");
-  }
-  if (kind == Residual::kChannels && options.residual_scope == ResidualScope::kStatic) {
-    throw Error("rollout.residual_scope is static; this engine has per_token and batch");
-  }
   if (options.residual_permille < 0 || options.residual_permille > 1000) {
-    throw Error(cat({"rollout.residual_permille is ", options.residual_permille,
+    throw Error(cat({"residual.permille is ", options.residual_permille,
                      "; expected 0 to 1000, tenths of a percent"}));
   }
 }

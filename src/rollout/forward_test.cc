@@ -156,7 +156,7 @@ TEST(Forward, RefusesWhatItCannotRun) {
   EXPECT_NE(message_of([&] { Forward(agreement, {}, {}); }).find("expert_width is 40"),
             std::string::npos);
   Options options;
-  options.residual = Residual::kTwoOfFour;
+  options.residual_permille = 1001;
   EXPECT_THROW(Runner(w4a4_contract(small_model()), options), Error);
 }
 
