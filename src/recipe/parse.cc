@@ -1,4 +1,12 @@
 // TOML into entries: the one file that knows of toml++.
+//
+// toml++ asserts where it should refuse ("[.x" is one such text), and without assertions it
+// assumes.
+// Here its assertions are kept, and are errors like any other.
+#undef NDEBUG
+#pragma GCC diagnostic ignored "-Wterminate"
+#include <stdexcept>
+#define TOML_ASSERT(expr) ((expr) ? void() : throw std::logic_error("it breaks off in a name"))
 #define TOML_ENABLE_FORMATTERS 0
 #define TOML_ENABLE_UNRELEASED_FEATURES 0
 #include <toml++/toml.h>
@@ -73,6 +81,8 @@ std::vector<Entry> parse(std::string_view text, const std::string& file) {
     return entries;
   } catch (const toml::parse_error& error) {
     throw Error(cat({file, ":", error.source().begin.line, ": not TOML: ", error.description()}));
+  } catch (const std::logic_error& error) {
+    throw Error(cat({file, ": not TOML: ", error.what()}));
   }
 }
 
@@ -90,6 +100,7 @@ Entry parse_assignment(std::string_view text) {
     if (entries.size() == 1 && entries[0].name == "value") {
       return {name, std::move(entries[0].value), where};
     }
+  } catch (const std::logic_error&) {
   } catch (const toml::parse_error&) {
     // Text that a shell has stripped of its quotes.
   }
