@@ -189,7 +189,7 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     refused("rollout", "rollout.cache=1KiB", rc=2, named="rollout.cache")
     refused("rollout", "--model", tmp_path / "none", rc=1, named=tmp_path / "none")
     refused("rollout", "--prompt", "1" * 600, rc=1, named=["600 tokens", "512"])
-    refused("rollout", "--n", 0, rc=2, named="--n is 0")
+    refused("rollout", "--n", 0, rc=2, named="--n: 0")
     refused("rollout", "--n", 10**6, rc=1, named="problems for evaluation")
     refused("rollout", "--gap", rc=2, named="--score")
     refused("rollout", "--score", rows_, "--trace", tmp_path / "t", rc=2, named="--trace")
@@ -326,7 +326,7 @@ def test_eval_refuses_what_cannot_be(tmp_path):
     refused("eval", tmp_path, rc=2, named=["config.json", "recipe.toml"])
     refused("eval", "--greedy", "--top-k", 4, rc=2, named="--greedy")
     refused("eval", "--greedy", "--samples", 4, rc=2, named="--samples")
-    refused("eval", "--top-p", 2, "--n", 1, rc=1, named="top_p is 2")
+    refused("eval", "--top-p", 2, "--n", 1, rc=2, named="--top-p: 2")
 
 
 # --- inspect ---------------------------------------------------------------------------------------
