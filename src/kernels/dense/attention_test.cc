@@ -4,16 +4,14 @@
 
 #include <cmath>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "base/error.h"
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/vectors.h"
+#include "kernels/dense/testing.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
-#include "numerics/bf16.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -22,14 +20,6 @@ constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
                               .scale = ScaleFormat::kE4m3,
                               .global = GlobalScale::kStatic,
                               .global_is_power_of_two = true};
-
-std::vector<Bf16> random_bf16(std::int64_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> gauss;
-  std::vector<Bf16> values;
-  for (std::int64_t i = 0; i < count; ++i) values.push_back(to_bf16(gauss(random)));
-  return values;
-}
 
 /// K or V of some sequences in pages that lie in no order.
 struct Cache {
@@ -124,14 +114,7 @@ struct Problem {
   }
 };
 
-class AttentionOn : public testing::TestWithParam<Vectors> {
- protected:
-  void SetUp() override {
-    if (GetParam() > best_vectors()) GTEST_SKIP() << "this machine has no such instructions";
-    set_vectors(GetParam());
-  }
-  void TearDown() override { set_vectors(best_vectors()); }
-};
+using AttentionOn = OnVectors;
 
 INSTANTIATE_TEST_SUITE_P(Vectors, AttentionOn,
                          testing::Values(Vectors::kPortable, Vectors::kAvx2, Vectors::kAvx512));

@@ -3,27 +3,17 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "base/error.h"
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
-#include "kernels/dense/vectors.h"
-#include "numerics/bf16.h"
+#include "kernels/dense/testing.h"
 
 namespace lockstep::kernels {
 namespace {
 
 constexpr double kUlp = 0x1p-24;  // half a unit in the last place of FP32, relative
-
-std::vector<Bf16> random_bf16(std::int64_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> gauss;
-  std::vector<Bf16> values;
-  for (std::int64_t i = 0; i < count; ++i) values.push_back(to_bf16(gauss(random)));
-  return values;
-}
 
 struct Packed {
   std::vector<Bf16> memory;
@@ -40,14 +30,7 @@ Packed pack(const std::vector<Bf16>& w, std::int64_t out, std::int64_t in) {
   return packed;
 }
 
-class LinearOn : public testing::TestWithParam<Vectors> {
- protected:
-  void SetUp() override {
-    if (GetParam() > best_vectors()) GTEST_SKIP() << "this machine has no such instructions";
-    set_vectors(GetParam());
-  }
-  void TearDown() override { set_vectors(best_vectors()); }
-};
+using LinearOn = OnVectors;
 
 INSTANTIATE_TEST_SUITE_P(Vectors, LinearOn,
                          testing::Values(Vectors::kPortable, Vectors::kAvx2, Vectors::kAvx512,
