@@ -8,6 +8,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "base/error.h"
 #include "cli/random_weights.h"
 #include "cli/session.h"
 #include "step/step.h"
@@ -29,7 +30,7 @@ constexpr ModelConfig kModel = {.num_layers = 3,
                                 .max_positions = 64};
 
 /// A third of the answer's tokens are below 8: enough for every group to differ within.
-class CountSmall final : public data::Task {
+class CountSmall : public data::Task {
  public:
   explicit CountSmall(std::int64_t dies_at = -1) : dies_at_(dies_at) {}
 
@@ -83,14 +84,14 @@ class Loop : public testing::Test {
   /// Runs the arm, or goes on with a run of that name.
   void run(const Arm& arm, const std::string& name, const CountSmall& task = CountSmall()) {
     const std::unique_ptr<Comm> comm = Comm::single();
-    const Agreement agreement = {kModel, arm.contract, arm.guide, kSchedule.seed};
+    const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
     store::Store store({.folder = root_ / name / "trace"});
     rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
     train::Trainer trainer(agreement, arm.qat, {.lr = 2e-3}, Device{}, *comm);
     cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
     step::RunDir run_dir(root_ / name, *comm);
     step::run({.arm = arm,
-               .schedule = kSchedule,
+               .schedule = schedule_,
                .task = task,
                .engine = engine,
                .store = store,
@@ -134,6 +135,7 @@ class Loop : public testing::Test {
     return std::stod(metrics.substr(at + key.size()));
   }
 
+  Schedule schedule_ = kSchedule;
   const fs::path root_ =  // Its own: tests of one fixture run side by side.
       fs::temp_directory_path() / ("lockstep_loop_test_" + std::to_string(getpid()));
 };
@@ -146,7 +148,7 @@ TEST_F(Loop, ArmsAreValues) {
     run(arm_of(name), name);
     const std::string all = metrics(name);
     gap[name] = last(all.substr(0, all.find('\n')), kGap);
-    EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), kSchedule.steps) << name;
+    EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), schedule_.steps) << name;
   }
   // What the trainer does not imitate shows as a gap; what it imitates, guided or not, does not
   // where nothing has drifted.
@@ -187,6 +189,38 @@ TEST_F(Loop, R65_ResumedRunEqualsTheUninterrupted) {
     const fs::path state = "checkpoints/step_5/training_state/trainer_state.bin";
     EXPECT_TRUE(text(killed / state) == text(whole / state));
     EXPECT_GT(text(whole / state).size(), 1000u);
+  }
+}
+
+TEST_F(Loop, DynamicSamplingFillsTheStepOrSaysWhy) {
+  // Of every third prompt no answer earns anything: such a group has no advantage.
+  class Often0 final : public CountSmall {
+   public:
+    float reward(const data::Prompt& prompt, std::span<const Token> response) const override {
+      return prompt.id.value % 3 == 0 ? 0.0f : CountSmall::reward(prompt, response);
+    }
+  };
+  schedule_.steps = 1;
+  run(arm_of("trace"), "as_they_come", Often0());
+  EXPECT_GT(last(metrics("as_they_come"), "rollout/zero_std/fraction"), 0);
+  EXPECT_LT(last(metrics("as_they_come"), kGap), 1e-4);  // with a flat group before two updates
+  schedule_.max_gen_batches = 6;
+  run(arm_of("trace"), "selected", Often0());
+  const std::string all = metrics("selected");
+  EXPECT_EQ(last(all, "rollout/zero_std/fraction"), 0);
+  EXPECT_GT(last(all, "train/num_gen_batches"), 1);
+  EXPECT_EQ(last(all, "fp4/trace/rows_absent"), 0);
+  EXPECT_LT(last(all, "rollout/raw_reward"), last(all, "critic/score/mean"));
+
+  class Never final : public CountSmall {
+   public:
+    float reward(const data::Prompt&, std::span<const Token>) const override { return 0; }
+  };
+  try {
+    run(arm_of("trace"), "hopeless", Never());
+    FAIL() << "filled a step with nothing";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("raise schedule.max_gen_batches"), std::string::npos);
   }
 }
 

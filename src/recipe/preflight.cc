@@ -132,6 +132,11 @@ void check_rl(const Recipe& r) {
   if (r.schedule.samples_per_prompt < 2) {
     throw Error("schedule.samples is 1; an advantage needs a group: take 2 or more");
   }
+  if (r.rl.overlong_buffer_len > r.schedule.sampling.max_new_tokens) {
+    throw Error(cat({"rl.overlong_buffer_len is ", r.rl.overlong_buffer_len,
+                     " of rollout.max_new_tokens = ", r.schedule.sampling.max_new_tokens,
+                     "; it is its last part: take less"}));
+  }
   if (r.rl.clip_low >= 1) throw Error("rl.clip_low is 1; take less, 0.2 is usual");
 }
 

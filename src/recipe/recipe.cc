@@ -139,6 +139,11 @@ std::vector<Key> rl_keys(rl::Options& o) {
       {"rl.reject_k3", &reject.k3, "... whose k3 is above; 0: off", 0, 1e6},
       {"rl.reject_veto", &reject.veto, "... with any rho below; 0: off", 0, 1},
       {"rl.reject_opsm", &reject.opsm, "... bad ones that the policy has left; 0: off", 0, 1e6},
+      {"rl.overlong_buffer_len", &o.overlong_buffer_len,
+       "of max_new_tokens, the last so many cost reward (DAPO); 0: off", 0, kMostInt},
+      {"rl.overlong_penalty_factor", &o.overlong_penalty_factor, "what all of them cost", 0, 1e6},
+      {"rl.mask_truncated", &o.mask_truncated,
+       "responses cut off by max_new_tokens leave the loss (DAPO's overlong filter)"},
       {"rl.bypass", &o.bypass, "the rollout's log-probs stand for the old policy's"},
       {"rl.aggregation",
        choice(o.aggregation, {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum"}),
@@ -152,6 +157,8 @@ std::vector<Key> rl_keys(rl::Options& o) {
       {"rl.kl", choice(o.kl, {"k1", "k2", "k3", "k3_plus"}),
        "its estimator; k3_plus: the value of k3, the gradient of k2"},
       {"rl.kl_off_policy", &o.kl_off_policy, "times pi_theta / pi_rollout"},
+      {"rl.triage_tail", &o.triage_tail, "triage/deep_tail_frac counts gaps below minus this", 0,
+       20},
   };
 }
 
@@ -205,6 +212,9 @@ std::vector<Key> keys(Recipe& r) {
          {{"schedule.steps", &r.schedule.steps, "of rollout, training and sync", 1, kMostInt},
           {"schedule.prompts", &r.schedule.prompts_per_step, "a step", 1, 1 << 20},
           {"schedule.samples", &r.schedule.samples_per_prompt, "of each prompt", 1, 16382},
+          {"schedule.max_gen_batches", &r.schedule.max_gen_batches,
+           "rounds of prompts until enough groups differ within (DAPO); 1: all count as they come",
+           1, 1024},
           {"schedule.updates", &r.schedule.updates_per_step, "of the weights, a step", 1, 1 << 16},
           {"schedule.save_every", &r.schedule.save_every, "steps a checkpoint is written", 1,
            kMostInt},

@@ -151,6 +151,7 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[rollout]\nmax_new_tokens = 512"), "");
   EXPECT_NE(contradiction("[rollout]\ncache = 1024"), "");
   EXPECT_NE(contradiction("[store]\nram = 100"), "");
+  EXPECT_NE(contradiction("[rl]\noverlong_buffer_len = 200"), "");
 }
 
 TEST(Preflight, BytesOfTheBudget) {

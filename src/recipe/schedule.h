@@ -13,6 +13,9 @@ struct Schedule {
   std::int32_t prompts_per_step = 32;
   std::int32_t samples_per_prompt = 8;  // G
   std::int32_t updates_per_step = 1;
+  /// DAPO's dynamic sampling: prompts are drawn in up to so many rounds until prompts_per_step of
+  /// them have samples of different scores; the others are dropped. 1: all count as they come.
+  std::int32_t max_gen_batches = 1;
   std::int64_t save_every = 10;
   std::int64_t keep_checkpoints = 2;  // the newest ones; 0: all
   std::int64_t rescore_every = 10;    // 0: never

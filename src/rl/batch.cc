@@ -44,6 +44,7 @@ Batch Batch::part(std::size_t u, std::size_t n) const {
   part.old_logp = part_of(old_logp, first, count);
   part.reference_logp = part_of(reference_logp, first, count);
   part.tainted = part_of(tainted, first, count);
+  part.scores = part_of(scores, first, count);
   return part;
 }
 
@@ -56,6 +57,9 @@ void Batch::check() const {
   }
   if (!tainted.empty() && tainted.size() != size()) {
     throw Error(cat({tainted.size(), " taints for ", size(), " trajectories"}));
+  }
+  if (!scores.empty() && scores.size() != size()) {
+    throw Error(cat({scores.size(), " scores for ", size(), " trajectories"}));
   }
   for (std::size_t i = 0; i < size(); ++i) {
     const Trajectory& t = trajectories[i];
@@ -105,6 +109,22 @@ std::vector<std::uint8_t> flat_groups(std::span<const float> rewards, std::size_
     for (const float r : rewards) flat.push_back(r == 0.0f ? 1 : 0);
   }
   return flat;
+}
+
+std::vector<float> shaped_rewards(const Options& options, std::span<const Trajectory> trajectories,
+                                  std::span<const float> scores) {
+  std::vector<float> rewards(scores.begin(), scores.end());
+  if (options.overlong_buffer_len == 0) return rewards;
+  const auto buffer = static_cast<double>(options.overlong_buffer_len);
+  for (std::size_t i = 0; i < rewards.size(); ++i) {
+    const Trajectory& t = trajectories[i];
+    const auto length =
+        static_cast<double>(std::count(t.response_mask.begin(), t.response_mask.end(), 1));
+    const double expected = t.sampling.max_new_tokens - buffer;
+    const double penalty = std::min(0.0, (expected - length) / buffer);
+    rewards[i] = static_cast<float>(scores[i] + penalty * options.overlong_penalty_factor);
+  }
+  return rewards;
 }
 
 }  // namespace lockstep::rl

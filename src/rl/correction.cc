@@ -19,7 +19,7 @@ struct Response {
 };
 
 /// rho of each response token and which of them are usable; counts those that are not.
-Response read(const Batch& batch, std::size_t i, TokenWeights& out) {
+Response read(const Options& options, const Batch& batch, std::size_t i, TokenWeights& out) {
   const Trajectory& t = batch.trajectories[i];
   Response response;
   out.weight[i].assign(t.tokens.size(), 0.0f);
@@ -27,7 +27,7 @@ Response read(const Batch& batch, std::size_t i, TokenWeights& out) {
   for (std::size_t p = 0; p < t.tokens.size(); ++p) {
     if (t.response_mask[p] == 0) continue;
     // A token that a filter on the other side had ruled out has no ratio.
-    if (batch.is_tainted(i) || std::isinf(t.rollout_logp[p]) ||
+    if (batch.leaves(options, i) || std::isinf(t.rollout_logp[p]) ||
         !std::isfinite(batch.old_logp[i][p])) {
       ++out.masked_tokens;
       continue;
@@ -135,7 +135,7 @@ TokenWeights token_weights(const Options& options, const Batch& batch, Comm& com
   out.rho.resize(batch.size());
   for (std::size_t i = 0; i < batch.size(); ++i) {
     if (batch.old_logp[i].empty()) continue;
-    weigh(options, read(batch, i, out), i, out);
+    weigh(options, read(options, batch, i, out), i, out);
   }
   if (options.correction == Correction::kAis) mix(options, out, comm);
   if (options.correction_batch_norm) normalize(out, comm);

@@ -13,7 +13,7 @@ namespace lockstep::rl {
 struct TokenWeights {
   PerToken weight;             // empty where the trajectory has no old log-probs
   PerToken rho;                // pi_old / pi_roll, 1 where the engine gave no number
-  double masked_tokens = 0;    // tainted samples, and tokens that the other side had ruled out
+  double masked_tokens = 0;    // tainted or cut-off samples, and what the other side had ruled out
   double unknown_tokens = 0;   // without a rollout log-prob
   double rejected_tokens = 0;  // by a rule of Rejection
   double rejected_sequences = 0;

@@ -8,6 +8,7 @@
 
 #include "rl/distribution.h"
 #include "rl/ratio.h"
+#include "rl/triage.h"
 
 namespace lockstep::rl {
 namespace {
@@ -203,7 +204,7 @@ void put_range(const std::string& name, std::span<const double> values, Comm& co
 }
 
 void put_responses(const Options& options, const Batch& batch, Comm& comm, Metrics& m) {
-  std::vector<double> rewards, advantages, prompt, response;
+  std::vector<double> rewards, scores, advantages, prompt, response;
   std::array<double, 4> sums = {};  // cut by length, sequences, flat groups, groups
   for (std::size_t i = 0; i < batch.size(); ++i) {
     const Trajectory& t = batch.trajectories[i];
@@ -212,6 +213,7 @@ void put_responses(const Options& options, const Batch& batch, Comm& comm, Metri
     response.push_back(chosen);
     prompt.push_back(static_cast<double>(t.tokens.size()) - chosen);
     rewards.push_back(batch.rewards[i]);
+    scores.push_back(batch.scores.empty() ? batch.rewards[i] : batch.scores[i]);
     sums[0] += t.finish == Finish::kLength;
     sums[1] += 1;
   }
@@ -220,7 +222,7 @@ void put_responses(const Options& options, const Batch& batch, Comm& comm, Metri
     sums[3] += 1;
   }
   advantages = group_advantages(batch.rewards, batch.group_size, options.advantage);
-  put_range("critic/score", rewards, comm, m);
+  put_range("critic/score", scores, comm, m);
   put_range("critic/rewards", rewards, comm, m);
   put_range("critic/advantages", advantages, comm, m);
   put_range("response_length", response, comm, m);
@@ -238,6 +240,7 @@ Metrics diagnostics(const Options& options, const Batch& batch, const PerToken& 
   Gap gap = measure(options, batch, train_logp);
   put_gap(gap, comm, metrics);
   put_responses(options, batch, comm, metrics);
+  metrics.merge(triage(options, batch, train_logp, comm));
   double tainted = 0;
   for (std::size_t i = 0; i < batch.size(); ++i) tainted += batch.is_tainted(i);
   std::array<double, 1> sum = {tainted};

@@ -65,6 +65,11 @@ struct Options {
   float ais_ess = 1.0f, ais_k3 = 1.0f, ais_variance = 1.0f;  // lambda's three parts
   float ais_k3_unit = 0.01f, ais_variance_unit = 1.0f;
   Rejection reject{};
+  /// DAPO's soft penalty: the reward falls linearly over the last so many of max_new_tokens, by
+  /// overlong_penalty_factor at their end; 0: off.
+  std::int32_t overlong_buffer_len = 0;
+  float overlong_penalty_factor = 1.0f;
+  bool mask_truncated = false;  // responses that max_new_tokens cut off leave the loss
   /// The rollout's log-probs stand for the old policy's, so the ratio holds drift and update alike;
   /// a correction would count the drift twice, and is refused.
   bool bypass = false;
@@ -77,6 +82,7 @@ struct Options {
   float kl_weight = 0.0f;
   Kl kl = Kl::kK3Plus;
   bool kl_off_policy = false;  // times pi_theta / pi_roll, with its gradient
+  float triage_tail = 0.5f;    // a metric's: log pi_theta - log pi_roll below minus this is deep
 };
 
 }  // namespace lockstep::rl

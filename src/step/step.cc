@@ -10,6 +10,7 @@
 #include "rl/diagnostics.h"
 #include "rl/objective.h"
 #include "step/parts.h"
+#include "step/sample.h"
 #include "sync/refit.h"
 
 namespace lockstep::step {
@@ -22,12 +23,15 @@ Metrics update(Loop& loop, const rl::Batch& batch, PerToken& seen) {
   const auto updates = static_cast<std::size_t>(loop.schedule.updates_per_step);
   for (std::size_t u = 0; u < updates; ++u) {
     const rl::Batch part = batch.part(u, updates);
+    const auto first =
+        static_cast<std::size_t>(part.trajectories.data() - batch.trajectories.data());
     rl::Objective objective(loop.arm.rl, part, loop.comm);
     const std::vector<std::size_t>& live = objective.live();
     std::vector<Trajectory> moved;
     for (const std::size_t i : live) moved.push_back(part.trajectories[i]);
     const auto loss = [&](std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
-      if (seen[live[i]].empty()) seen[live[i]].assign(logp.begin(), logp.end());
+      std::vector<float>& row = seen[first + live[i]];
+      if (row.empty()) row.assign(logp.begin(), logp.end());
       return objective(live[i], logp, dlogp);
     };
     const double total = loop.trainer.accumulate(moved, &loop.store, loss);
@@ -51,16 +55,15 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   Timer timer;
 
   // rollout -> record -> store
-  const std::vector<data::Prompt> prompts = my_prompts(loop, step);
-  const std::vector<Trajectory> trajectories =
-      rollout::generate(loop.engine, requests(loop, prompts));
-  Metrics metrics = loop.engine.metrics();
-  metrics["timing_s/gen"] = timer.lap();
-  const std::vector<float> rewards = score(loop, prompts, trajectories);
-  const std::vector<std::uint8_t> moves = movable(loop, rewards);
+  Metrics metrics;
+  const Sampled sampled = sample(loop, step, metrics);
+  metrics.merge(loop.engine.metrics());
+  const std::vector<Trajectory>& trajectories = sampled.trajectories;
+  const std::vector<std::uint8_t> moves = movable(loop, sampled.rewards);
+  timer.lap();
   release(loop, trajectories, moves);
   const std::vector<std::uint8_t> tainted = taints(loop, step, trajectories, moves, metrics);
-  metrics["timing_s/reward"] = timer.lap();
+  metrics["timing_s/reward"] += timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none
   PerToken old_logp =
@@ -71,11 +74,12 @@ Metrics one_step(Loop& loop, std::int64_t step) {
 
   // -> rl -> train
   const rl::Batch batch = {.trajectories = trajectories,
-                           .rewards = rewards,
+                           .rewards = sampled.rewards,
                            .old_logp = old_logp,
                            .reference_logp = reference_logp,
                            .group_size = loop.schedule.group_size(),
-                           .tainted = tainted};
+                           .tainted = tainted,
+                           .scores = sampled.scores};
   PerToken train_logp = loop.arm.rl.bypass ? PerToken(trajectories.size()) : old_logp;
   metrics.merge(update(loop, batch, train_logp));
   metrics.merge(rl::diagnostics(loop.arm.rl, batch, train_logp, loop.comm));
