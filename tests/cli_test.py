@@ -76,9 +76,20 @@ def edit_header(model, change):
     ("contract.kv=false", ["qat.k"]),                                             # R81
     ("task.name=chess", ["task.name", "chess"]),
     ("task.name=jsonl", ["task.file"]),
+    ('task.operations=""', ["task.operations is empty"]),
+    ("task.operations=%", ["task.operations", "%"]),
+    ("task.left=[9, 3]", ["task.left", "9"]),
+    ("schedule.steps=10000000", ["step", "task.left"]),   # no prompts for the last step
+    ("contract.preset=te", ["contract.preset", "te"]),
+    ("rl=5", ["rl is a section", "5"]),
+    ("lr={}", ["unknown section lr", "did you mean rl?"]),
+    ("=5", ["key=value"]),
+    ("trainer.l\nr=5", ["trainer.l\\nr"]),
 ])
 def test_recipe_is_refused(tmp_path, assignment, words):
-    refused(train(tmp_path, assignment), 2, *words)
+    done = train(tmp_path, assignment)
+    refused(done, 2, *words)
+    assert len(done.stderr.splitlines()) == 1, done.stderr  # before anything else is said
     assert not (tmp_path / "run").exists()
 
 
@@ -91,9 +102,21 @@ def test_missing_files(tmp_path):
 
 
 def test_usage_is_status_2():
-    refused(lockstep("conquer"), 2, "--help")
+    refused(lockstep("conquer"), 2, "conquer", "--help")
+    refused(lockstep("trian"), 2, "trian", "did you mean train?")
+    refused(lockstep("Train", "x.toml"), 2, "Train", "did you mean train?")
     refused(lockstep(), 2, "--help")
     refused(lockstep("train"), 2, "recipe")
+
+
+@pytest.mark.parametrize("args", [
+    ("train", ""), ("train", ROOT / "recipes/demo.toml", "--run", ""), ("sft", ""), ("rollout", ""),
+    ("rollout", "--prompt", ""), ("rollout", "--out", ""), ("rollout", "--score", ""),
+    ("eval", "--model", ""), ("inspect", ""), ("demo", ""), ("doctor", ""), ("verify", ""),
+    ("diff", "", ""),
+])
+def test_empty_text_is_no_default(args):
+    refused(lockstep(*args), 2, "is empty")
 
 
 def test_every_verb_has_help_with_an_example():
@@ -146,6 +169,27 @@ def test_nan_weight(tmp_path, model, arm):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("dtype", ["I8", "F64", "I64", "BOOL"])
+def test_dtype_that_no_weight_has(tmp_path, model, dtype):
+    """Named whether or not the offsets go with it."""
+    name = "model.norm.weight"
+    edit_header(model, lambda header: header[name].update(dtype=dtype))
+    refused(train(tmp_path, f"model={model}"), 1, name, dtype)
+
+
+def test_names_a_tensor_once(tmp_path, model):
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    at = 8 + size + json.loads(data[8:8 + size])[name]["data_offsets"][0]
+    data[at:at + 2] = b"\x80\x7f"
+    path.write_bytes(data)
+    done = train(tmp_path, f"model={model}")
+    refused(done, 1, name, "value 0", "not finite")
+    assert done.stderr.splitlines()[-1].count("expert") == 1, done.stderr
+
+
 def test_vocabulary_mismatch(tmp_path, model):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "<x>"})
@@ -173,10 +217,46 @@ def test_bad_sequence_names_file_and_line(tmp_path, line, words):
     assert list(tmp_path.iterdir()) == [file]
 
 
+# --- the run directory ----------------------------------------------------------------------------
+
+def test_run_directory_that_is_somebody_elses(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.tex").write_text("x")
+    refused(train(tmp_path), 1, str(run), "thesis.tex")
+    assert [p.name for p in run.iterdir()] == ["thesis.tex"]
+    (run / "thesis.tex").unlink()
+    run.rmdir()
+    run.symlink_to(tmp_path / "gone")
+    refused(train(tmp_path), 1, str(run), "gone")
+    assert not (tmp_path / "gone").exists()
+    run.unlink()
+    run.write_text("x")
+    refused(train(tmp_path), 1, str(run), "no folder")
+
+
+def test_run_directory_without_its_recipe(tmp_path):
+    assert train(tmp_path).returncode == 0
+    recipe = tmp_path / "run/recipe.toml"
+    text = recipe.read_text()
+    before = sorted(p for p in (tmp_path / "run").rglob("*") if p != recipe)
+    recipe.unlink()
+    refused(train(tmp_path), 1, "checkpoints", "recipe.toml")
+    for damaged in ["", "# contract 1\n[trainer\n", text.replace("trainer", "tainer"), "\0" * 50]:
+        recipe.write_text(damaged)
+        done = train(tmp_path)
+        refused(done, 1, str(recipe))
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert sorted(p for p in (tmp_path / "run").rglob("*") if p != recipe) == before
+    recipe.write_text(text)
+    assert train(tmp_path).returncode == 0
+
+
 # --- disk and resume ------------------------------------------------------------------------------
 
 def test_no_room_for_the_checkpoints(tmp_path):
-    refused(train(tmp_path, "schedule.steps=2000000000", "schedule.keep=0"), 1, "room")
+    refused(train(tmp_path, "schedule.steps=50000000", "schedule.keep=0",
+                  "task.repeat=true"), 1, "room")
     assert not (tmp_path / "run").exists()
 
 

@@ -21,11 +21,30 @@ spdlog::logger& logger() {
   return *instance;
 }
 
+/// What a message quotes may be anything: it stays one line, of a length that can be read.
+std::string one_line(const std::string& text) {
+  constexpr std::size_t kMost = 2000;
+  constexpr const char* kHex = "0123456789abcdef";
+  std::string line;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\n') {
+      line += "\\n";
+    } else if (byte < 0x20 || byte == 0x7f) {
+      (line += "\\x") += {kHex[byte >> 4], kHex[byte & 15]};
+    } else {
+      line += c;
+    }
+  }
+  if (line.size() <= kMost) return line;
+  return line.substr(0, kMost / 2) + " ... " + line.substr(line.size() - kMost / 2);
+}
+
 }  // namespace
 
 void info(const std::string& line) { logger().info("{}", line); }
 void warn(const std::string& line) { logger().warn("warning: {}", line); }
-void error(const std::string& line) { logger().error("error: {}", line); }
+void error(const std::string& line) { logger().error("error: {}", one_line(line)); }
 
 double seconds() {
   const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();

@@ -1,9 +1,11 @@
 // lockstep VERB ...: reads the command line and calls the verb.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/text.h"
 #include "cli/log.h"
@@ -19,10 +21,19 @@ CLI::App* verb(CLI::App& app, const std::string& name, const std::string& what,
   return sub;
 }
 
+/// An option that takes text. An empty one is refused: it is a variable that a shell did not know,
+/// and would stand for the default.
+CLI::Option* add_text(CLI::App* sub, const std::string& name, std::string& target,
+                      const std::string& what) {
+  return sub->add_option(name, target, what)->check([](const std::string& text) -> std::string {
+    return text.empty() ? "is empty; leave it out, or say what it is" : "";
+  });
+}
+
 /// `recipe` and the assignments behind it. The options' values live as long as the verb's callback.
 template <typename Args>
 void add_recipe(CLI::App* sub, Args& args, bool required) {
-  auto* option = sub->add_option("recipe", args.recipe, "a TOML file; recipes/ has examples");
+  auto* option = add_text(sub, "recipe", args.recipe, "a TOML file; recipes/ has examples");
   if (required) option->required();
   sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
 }
@@ -48,7 +59,7 @@ void add_demo(CLI::App& app, Chosen& chosen) {
                   "which, by commas; default: bf16,naive,trace and, where "
                   "the time allows, trace_mod4")
       ->delimiter(',');
-  sub->add_option("--run", args->run, "a name below runs/, or a path");
+  add_text(sub, "--run", args->run, "a name below runs/, or a path");
   sub->callback([&chosen, args] {
     if (args->recipe.find('=') != std::string::npos) {
       args->assignments.insert(args->assignments.begin(), args->recipe);
@@ -74,7 +85,7 @@ void add_sft(CLI::App& app, Chosen& chosen) {
   auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
                    "sft recipes/tiny_sft.toml --out models/tiny-moe");
   add_recipe(sub, *args, true);
-  sub->add_option("--out", args->out, "the folder to write; default: runs/<recipe>");
+  add_text(sub, "--out", args->out, "the folder to write; default: runs/<recipe>");
   sub->callback([&chosen, args] { chosen = [args] { return sft(*args); }; });
 }
 
@@ -83,16 +94,16 @@ void add_train(CLI::App& app, Chosen& chosen) {
   auto* sub = verb(app, "train", "run a recipe, or go on with a run that was interrupted",
                    "train recipes/demo.toml arm=trace schedule.steps=20 --run mine");
   add_recipe(sub, *args, true);
-  sub->add_option("--run", args->run, "a name below runs/, or a path; default: the recipe's");
+  add_text(sub, "--run", args->run, "a name below runs/, or a path; default: the recipe's");
   sub->callback([&chosen, args] { chosen = [args] { return train(*args); }; });
 }
 
 /// What verbs that ask a model start from.
 template <typename Args>
 void add_subject(CLI::App* sub, Args& args) {
-  sub->add_option("recipe", args.recipe, "a TOML file, a checkpoint, or a run directory");
+  add_text(sub, "recipe", args.recipe, "a TOML file, a checkpoint, or a run directory");
   sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
-  sub->add_option("--model", args.model, "a Hugging Face directory, over the recipe's");
+  add_text(sub, "--model", args.model, "a Hugging Face directory, over the recipe's");
 }
 
 void add_rollout(CLI::App& app, Chosen& chosen) {
@@ -105,16 +116,16 @@ void add_rollout(CLI::App& app, Chosen& chosen) {
       ->check(within(1, 1e9))
       ->capture_default_str();
   sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
-  sub->add_option("--prompt", args->prompt, "this text, not the task's prompts");
+  add_text(sub, "--prompt", args->prompt, "this text, not the task's prompts");
   sub->add_option("--step", args->step, "the prompts of that step of training, not evaluation's")
       ->check(within(0, 1e15));
-  sub->add_option("--trace", args->trace, "a folder in which to leave the records");
-  sub->add_option("--score", args->score,
-                  "a JSONL file of sequences (token_ids or tokens, text, or prompt and response): "
-                  "write their log-probs");
+  add_text(sub, "--trace", args->trace, "a folder in which to leave the records");
+  add_text(sub, "--score", args->score,
+           "a JSONL file of sequences (token_ids or tokens, text, or prompt and response): "
+           "write their log-probs");
   sub->add_flag("--trainer", args->by_trainer, "score by the trainer, not by the engine");
   sub->add_flag("--gap", args->gap, "score by both, the trainer guided as the arm says");
-  sub->add_option("--out", args->out, "the file to write; default: stdout");
+  add_text(sub, "--out", args->out, "the file to write; default: stdout");
   sub->callback([&chosen, args] { chosen = [args] { return rollout(*args); }; });
 }
 
@@ -132,7 +143,7 @@ void add_eval(CLI::App& app, Chosen& chosen) {
       ->check(within(1e-3, 100));
   sub->add_option("--top-p", args->top_p, "default: the recipe's")->check(within(1e-6, 1));
   sub->add_option("--top-k", args->top_k, "default: the recipe's; 0: all")->check(within(0, 1e9));
-  sub->add_option("--out", args->out, "a file for the answers, as rollout writes them");
+  add_text(sub, "--out", args->out, "a file for the answers, as rollout writes them");
   sub->callback([&chosen, args] { chosen = [args] { return eval(*args); }; });
 }
 
@@ -142,14 +153,14 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
       verb(app, "inspect", "show what is in a checkpoint, a run directory, or recorded segments",
            "inspect models/tiny-moe\n"
            "  ./lockstep inspect runs/demo/trace --span 12:0 --place 3.w13_in --position 40");
-  sub->add_option("path", args->path,
-                  "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
+  add_text(sub, "path", args->path,
+           "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
       ->required();
-  sub->add_option("--contract", args->contract,
-                  "the preset under which a checkpoint's weights are measured");
-  sub->add_option("--span", args->span,
-                  "its id, or PROMPT (what its samples share), PROMPT:SAMPLE, PROMPT:SAMPLE:TURN");
-  sub->add_option("--place", args->place, "LAYER.SITE, as 3.w13_in: the span's row there");
+  add_text(sub, "--contract", args->contract,
+           "the preset under which a checkpoint's weights are measured");
+  add_text(sub, "--span", args->span,
+           "its id, or PROMPT (what its samples share), PROMPT:SAMPLE, PROMPT:SAMPLE:TURN");
+  add_text(sub, "--place", args->place, "LAYER.SITE, as 3.w13_in: the span's row there");
   sub->add_option("--position", args->position, "of that row; default: the span's first")
       ->check(within(0, 1e9));
   sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
@@ -163,9 +174,9 @@ void add_dump(CLI::App& app, Chosen& chosen) {
            "  ./lockstep dump recipes/demo.toml arm=trace --score answers.jsonl --trainer "
            "--out trainer.safetensors");
   add_subject(sub, *args);
-  sub->add_option("--score", args->score, "a JSONL file of sequences, as rollout --score reads it")
+  add_text(sub, "--score", args->score, "a JSONL file of sequences, as rollout --score reads it")
       ->required();
-  sub->add_option("--out", args->out, "the .safetensors file to write")->required();
+  add_text(sub, "--out", args->out, "the .safetensors file to write")->required();
   sub->add_flag("--trainer", args->by_trainer, "the trainer's numbers, guided as the arm says");
   sub->callback([&chosen, args] { chosen = [args] { return dump(*args); }; });
 }
@@ -174,9 +185,9 @@ void add_verify(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<VerifyArgs>();
   auto* sub = verb(app, "verify", "check that the parts agree on a checkpoint, bit for bit",
                    "verify runs/mine");
-  sub->add_option("subject", args->subject, "a checkpoint, a run directory, or a recipe");
+  add_text(sub, "subject", args->subject, "a checkpoint, a run directory, or a recipe");
   sub->add_option("assignments", args->assignments, "key=value, over what the recipe says");
-  sub->add_option("--model", args->model, "a Hugging Face directory, over the recipe's");
+  add_text(sub, "--model", args->model, "a Hugging Face directory, over the recipe's");
   sub->callback([&chosen, args] { chosen = [args] { return verify(*args); }; });
 }
 
@@ -184,15 +195,15 @@ void add_diff(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DiffArgs>();
   auto* sub = verb(app, "diff", "show where two engines part, from dumps of the same tokens",
                    "diff rollout.safetensors trainer.safetensors --json parts.json");
-  sub->add_option("a", args->a, "the rollout's dump: a file or a folder (docs/formats/dump.md)")
+  add_text(sub, "a", args->a, "the rollout's dump: a file or a folder (docs/formats/dump.md)")
       ->required();
-  sub->add_option("b", args->b, "the trainer's")->required();
-  sub->add_option("--contract", args->contract, "the preset under which both are quantized")
+  add_text(sub, "b", args->b, "the trainer's")->required();
+  add_text(sub, "--contract", args->contract, "the preset under which both are quantized")
       ->capture_default_str();
   sub->add_option("--tolerance", args->tolerance,
                   "the drift, times sqrt(layer + 1), above which a place parts")
       ->capture_default_str();
-  sub->add_option("--json", args->json, "a file for every figure");
+  add_text(sub, "--json", args->json, "a file for every figure");
   sub->callback([&chosen, args] { chosen = [args] { return diff(*args); }; });
 }
 
@@ -204,9 +215,21 @@ void add_report(CLI::App& app, Chosen& chosen) {
   sub->add_option("runs", args->runs,
                   "run directories, or folders of them; seeds of an arm become a band")
       ->required();
-  sub->add_option("--out", args->out, "the page; default: report.html in the run's folder");
-  sub->add_option("--figures", args->figures, "a folder for the charts as SVG files");
+  add_text(sub, "--out", args->out, "the page; default: report.html in the run's folder");
+  add_text(sub, "--figures", args->figures, "a folder for the charts as SVG files");
   sub->callback([&chosen, args] { chosen = [args] { return report(*args); }; });
+}
+
+/// Names a verb that there is not, and the nearest that there is.
+void check_verb(const CLI::App& app, const std::string& name) {
+  if (name.empty() || name.starts_with('-')) return;
+  std::vector<std::string> verbs;
+  for (const CLI::App* sub : app.get_subcommands({})) verbs.push_back(sub->get_name());
+  if (std::find(verbs.begin(), verbs.end(), name) != verbs.end()) return;
+  const std::string near = nearest(name, verbs);
+  throw Usage(
+      cat({"there is no verb '", name, "'", near.empty() ? "" : ": did you mean " + near + "?",
+           "; ./lockstep --help lists them"}));
 }
 
 int run(int argc, char** argv) {
@@ -228,6 +251,7 @@ int run(int argc, char** argv) {
   add_diff(app, chosen);
   add_report(app, chosen);
 
+  check_verb(app, argc > 1 ? argv[1] : "");
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp& help) {

@@ -39,7 +39,12 @@ std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Po
   if (!own.jsonl.eval_file.empty()) {
     own.jsonl.eval_file = recipe::find(own.jsonl.eval_file, "task.eval_file");
   }
-  return data::make_task(own, policy.folder);
+  if (own.name != "arith") return data::make_task(own, policy.folder);
+  try {
+    return data::make_task(own, policy.folder);
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
 }
 
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {
@@ -51,14 +56,19 @@ recipe::Recipe load_recipe(const std::string& file, const std::vector<std::strin
   }
 }
 
-Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
+Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
   try {
-    Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
-    recipe::check(recipe, arm, policy.config);
-    if (arm.contract.k.element == Element::kBf16 || !recipe.arm.kv_exponents.empty()) return arm;
+    Arm arm = bind(recipe.arm, model, recipe.rollout, recipe.rl);
+    recipe::check(recipe, arm, model);
+    return arm;
   } catch (const Error& error) {
     throw Usage(error.what());
   }
+}
+
+Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
+  Arm arm = checked_arm(recipe, policy.config);
+  if (arm.contract.k.element == Element::kBf16 || !recipe.arm.kv_exponents.empty()) return arm;
   constexpr std::int64_t kCalibrationPrompts = 32;
   const auto count = std::min(kCalibrationPrompts, task.evaluation_size());
   std::vector<std::vector<Token>> batch;

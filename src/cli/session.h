@@ -26,14 +26,18 @@ Policy open_policy(const std::string& path, bool with_weights = true);
 /// Every weight as it is, from a checkpoint into a trainer's masters.
 void load(const WeightSource& from, WeightSink& to);
 
-/// The recipe's task for that policy; rows of a file must fit its context.
+/// The recipe's task for that policy; rows of a file must fit its context. Options that no problem
+/// satisfies are Usage.
 std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Policy& policy,
                                       std::int32_t max_new_tokens, bool need_response = false);
 
 /// The recipe of a file, or all defaults where it is empty. What it says wrong is Usage.
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments);
 
-/// The arm, its cache's exponents calibrated on the first worked problems of evaluation where the
+/// The recipe's arm for that model, checked: what contradicts itself is Usage.
+Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model);
+
+/// The arm, checked, its cache's exponents calibrated on the first worked problems of evaluation where the
 /// recipe gives none; those then stand in the recipe.
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task);
 

@@ -20,7 +20,8 @@ namespace {
 void take_exponents(const step::RunDir& run_dir, recipe::Recipe& recipe) {
   const std::string before = run_dir.recipe();
   if (before.empty() || !recipe.arm.kv_exponents.empty()) return;
-  recipe.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
+  const std::string file = (run_dir.folder() / "recipe.toml").string();
+  recipe.arm.kv_exponents = recipe::parse_recipe(before, file).arm.kv_exponents;
 }
 
 /// Refuses what the disk has no room for before the run begins.
@@ -34,15 +35,26 @@ void check_room(const recipe::Budget& budget, const std::filesystem::path& folde
                    "; free some, lower schedule.keep, or name another run directory"}));
 }
 
+/// Refuses a schedule that the task runs out of prompts in: at the start, not at that step.
+void check_prompts(const data::Task& task, const Schedule& schedule) {
+  try {
+    task.prompts(schedule.steps - 1, schedule.prompts_per_step);
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
+}
+
+using Begin = std::function<void(const recipe::Budget&)>;
+
 /// All that a run is made of, in the order in which it is made.
 class Training {
  public:
-  Training(recipe::Recipe recipe, const std::filesystem::path& folder)
+  Training(recipe::Recipe recipe, const std::filesystem::path& folder, const Begin& begin)
       : recipe_(std::move(recipe)),
         policy_(open_policy(recipe_.model)),
         task_(make_task(recipe_.task, policy_, recipe_.schedule.sampling.max_new_tokens)),
         run_dir_(folder, *comm_),
-        arm_(prepared()),
+        arm_(prepared(begin)),
         agreement_{policy_.config, arm_.contract, arm_.guide, recipe_.schedule.seed},
         store_(store_options()),
         engine_(agreement_, arm_.rollout, Device{}, &store_, *comm_),
@@ -77,12 +89,18 @@ class Training {
   const recipe::Budget& budget() const { return budget_; }
 
  private:
-  Arm prepared() {
+  /// The arm, after all that can be refused without reading a weight.
+  Arm prepared(const Begin& begin) {
     take_exponents(run_dir_, recipe_);
-    Arm arm = ready_arm(recipe_, policy_, *task_);
+    const Arm arm = checked_arm(recipe_, policy_.config);
+    check_prompts(*task_, recipe_.schedule);
+    if (!run_dir_.recipe().empty()) {
+      run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
+    }
     budget_ = recipe::budget(recipe_, arm, policy_.config);
     check_room(budget_, run_dir_.folder());
-    return arm;
+    if (begin) begin(budget_);
+    return ready_arm(recipe_, policy_, *task_);
   }
 
   store::Options store_options() const {
@@ -126,9 +144,10 @@ class Training {
 
 TrainingResult run_training(
     recipe::Recipe recipe, const std::filesystem::path& folder,
-    const std::function<void(std::int64_t step, const Metrics& metrics)>& watch) {
+    const std::function<void(std::int64_t step, const Metrics& metrics)>& watch,
+    const std::function<void(const recipe::Budget& budget)>& begin) {
   const std::string pass_rate = "val-core/" + recipe.task.name + "/reward/mean@1";
-  Training training(std::move(recipe), folder);
+  Training training(std::move(recipe), folder, begin);
   TrainingResult result = {.final_pass_rate = std::numeric_limits<double>::quiet_NaN(),
                            .record_per_token = training.budget().record_per_token,
                            .record_per_token_full = training.budget().record_per_token_full};
@@ -144,18 +163,17 @@ TrainingResult run_training(
 int train(const TrainArgs& args) {
   const recipe::Recipe recipe = load_recipe(args.recipe, args.assignments);
   const std::filesystem::path folder = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
-  {
-    const Policy policy = open_policy(recipe.model, false);
-    const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
-    info(cat({"arm ", recipe.arm.name, " of ", policy.folder.string(), ", contract ",
-              recipe.arm.contract}));
-    info(recipe::to_string(recipe::budget(recipe, arm, policy.config)));
-  }
   step::Watch watch;
   const auto began = seconds();
-  const TrainingResult result =
-      run_training(recipe, folder, [&](std::int64_t step, const Metrics& metrics) {
+  const TrainingResult result = run_training(
+      recipe, folder,
+      [&](std::int64_t step, const Metrics& metrics) {
         info(watch.line(step, recipe.schedule.steps, metrics));
+      },
+      [&](const recipe::Budget& budget) {
+        info(cat(
+            {"arm ", recipe.arm.name, " of ", recipe.model, ", contract ", recipe.arm.contract}));
+        info(recipe::to_string(budget));
       });
   if (std::isfinite(result.final_pass_rate)) {
     info(cat({"pass rate ", std::round(result.final_pass_rate * 1e3) / 1e3, " on ",

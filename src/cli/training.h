@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/metrics.h"
+#include "recipe/preflight.h"
 #include "recipe/recipe.h"
 
 namespace lockstep::cli {
@@ -16,9 +17,11 @@ struct TrainingResult {
   std::int64_t record_per_token_full = 0;
 };
 
-/// Runs the recipe in the folder, or goes on with it, or finds it done. `watch` sees each step.
+/// Runs the recipe in the folder, or goes on with it, or finds it done. `watch` sees each step;
+/// `begin` what it takes, once all that can be refused before weights are read has not been.
 TrainingResult run_training(
     recipe::Recipe recipe, const std::filesystem::path& folder,
-    const std::function<void(std::int64_t step, const Metrics& metrics)>& watch);
+    const std::function<void(std::int64_t step, const Metrics& metrics)>& watch,
+    const std::function<void(const recipe::Budget& budget)>& begin = {});
 
 }  // namespace lockstep::cli

@@ -19,7 +19,7 @@ std::int64_t width(const std::array<std::int64_t, 2>& range) { return range[1] -
 
 void check_range(const char* key, const std::array<std::int64_t, 2>& range) {
   if (range[0] < 0 || range[1] < range[0] || range[1] > kMaxOperand) {
-    throw Error(cat({"arith.", key, " is [", range[0], ", ", range[1], "]; a range within 0 to ",
+    throw Error(cat({"task.", key, " is [", range[0], ", ", range[1], "]; a range within 0 to ",
                      kMaxOperand, " is expected"}));
   }
 }
@@ -92,16 +92,16 @@ Arith::Arith(const ArithOptions& options, Tokenizer tokenizer)
   for (std::size_t i = 0; i < operations.size(); ++i) {
     if (std::string_view("+-*").find(operations[i]) == std::string_view::npos ||
         operations.find(operations[i], i + 1) != std::string::npos) {
-      throw Error(cat({"arith.operations is \"", operations, "\"; each of + - * at most once"}));
+      throw Error(cat({"task.operations is \"", operations, "\"; each of + - * at most once"}));
     }
   }
-  if (operations.empty()) throw Error("arith.operations is empty; some of + - * are expected");
+  if (operations.empty()) throw Error("task.operations is empty; some of + - * are expected");
   problems_ =
       width(options_.left) * width(options_.right) * static_cast<std::int64_t>(operations.size());
   evaluation_ = problems_ / kEvaluationShare;
   if (evaluation_ < 1) {
     throw Error(cat({"arith has ", problems_, " problems; at least ", kEvaluationShare,
-                     " are wanted; widen arith.left or arith.right"}));
+                     " are wanted; widen task.left or task.right"}));
   }
 }
 
@@ -127,8 +127,9 @@ std::vector<Prompt> Arith::prompts(std::int64_t step, std::int32_t count) const 
     const std::int64_t index = step * count + i;
     const std::int64_t pass = index / size;
     if (pass > 0 && !options_.repeat) {
-      throw Error(cat({"arith has ", size, " problems for training, which step ", step, " of ",
-                       count, " prompts exceeds; widen arith.left or arith.right"}));
+      throw Error(
+          cat({"arith has ", size, " problems for training, which step ", step, " of ", count,
+               " prompts exceeds; widen task.left or task.right, or set task.repeat = true"}));
     }
     const std::uint64_t key = options_.seed ^ static_cast<std::uint64_t>(pass) << 32;
     const std::int64_t place = evaluation_ + shuffled(key, index % size, size);
@@ -140,7 +141,7 @@ std::vector<Prompt> Arith::prompts(std::int64_t step, std::int32_t count) const 
 std::vector<Prompt> Arith::evaluation(std::int32_t count) const {
   if (count > evaluation_) {
     throw Error(cat({"arith keeps ", evaluation_, " problems for evaluation; ", count,
-                     " were asked for; widen arith.left or arith.right"}));
+                     " were asked for; widen task.left or task.right"}));
   }
   std::vector<Prompt> prompts;
   for (std::int64_t i = 0; i < count; ++i) {

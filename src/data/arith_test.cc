@@ -143,12 +143,12 @@ TEST(Arith, R95_OptionsOutOfRangeAreRefusedByKey) {
     }
     return "";
   };
-  EXPECT_NE(message({.operations = "/"}).find("arith.operations"), std::string::npos);
-  EXPECT_NE(message({.operations = ""}).find("arith.operations"), std::string::npos);
-  EXPECT_NE(message({.operations = "**"}).find("arith.operations"), std::string::npos);
-  EXPECT_NE(message({.left = {9, 3}}).find("arith.left"), std::string::npos);
-  EXPECT_NE(message({.right = {-1, 3}}).find("arith.right"), std::string::npos);
-  EXPECT_NE(message({.right = {0, 1 << 30}}).find("arith.right"), std::string::npos);
+  EXPECT_NE(message({.operations = "/"}).find("task.operations"), std::string::npos);
+  EXPECT_NE(message({.operations = ""}).find("task.operations"), std::string::npos);
+  EXPECT_NE(message({.operations = "**"}).find("task.operations"), std::string::npos);
+  EXPECT_NE(message({.left = {9, 3}}).find("task.left"), std::string::npos);
+  EXPECT_NE(message({.right = {-1, 3}}).find("task.right"), std::string::npos);
+  EXPECT_NE(message({.right = {0, 1 << 30}}).find("task.right"), std::string::npos);
   EXPECT_NE(message({.left = {1, 1}, .right = {1, 2}}).find("arith"), std::string::npos);
   EXPECT_THROW(arith_level(0), Error);
 }

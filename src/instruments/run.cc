@@ -24,6 +24,7 @@ std::string text_of(const recipe::Value& value) {
     std::string operator()(std::int64_t v) const { return cat({v}); }
     std::string operator()(double v) const { return cat({v}); }
     std::string operator()(const std::string& v) const { return v; }
+    std::string operator()(recipe::Empty) const { return "{}"; }
     std::string operator()(const std::vector<std::int64_t>& v) const {
       std::string out;
       for (const std::int64_t item : v) out += (out.empty() ? "" : ", ") + cat({item});

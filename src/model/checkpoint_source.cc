@@ -225,14 +225,12 @@ std::int64_t first_not_finite(const T* values, std::int64_t n) {
 }
 
 template <typename T>
-void check_finite(const T* values, std::int64_t n, const WeightId& id,
-                  const std::vector<Place>& places) {
+void check_finite(const T* values, std::int64_t n, const std::vector<Place>& places) {
   const std::int64_t bad = first_not_finite(values, n);
   if (bad < 0) return;
   const std::size_t part = places.size() == 2 && bad >= n / 2 ? 1 : 0;
-  throw Error(
-      cat({where(*places[part].file, *places[part].info), ": value ", bad - (part ? n / 2 : 0),
-           " of ", to_string(id), " is not finite; the checkpoint is damaged"}));
+  throw Error(cat({where(*places[part].file, *places[part].info), ": value ",
+                   bad - (part ? n / 2 : 0), " is not finite; the checkpoint is damaged"}));
 }
 
 }  // namespace
@@ -287,7 +285,7 @@ void CheckpointSource::each(const std::function<void(const Weight&)>& visit) con
         }
         mapped = codes.data();
       }
-      check_finite(mapped, rows * cols, id, places);
+      check_finite(mapped, rows * cols, places);
       visit({id, TensorView<const Bf16, 2>{mapped, shape, stride}});
     } else {
       floats.resize(static_cast<std::size_t>(rows * cols));
@@ -296,7 +294,7 @@ void CheckpointSource::each(const std::function<void(const Weight&)>& visit) con
         to_floats(place, out);
         out += static_cast<std::int64_t>(place.bytes) / dtype_size(place.info->dtype);
       }
-      check_finite(floats.data(), rows * cols, id, places);
+      check_finite(floats.data(), rows * cols, places);
       visit({id, TensorView<const float, 2>{floats.data(), shape, stride}});
     }
   }

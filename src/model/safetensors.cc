@@ -126,9 +126,14 @@ class HeaderReader {
 
   void place(TensorInfo& info, std::uint64_t first, std::uint64_t end) const {
     const auto bytes = byte_count(info.dtype, info.shape);
-    if (end < first || !bytes || end - first != *bytes) {
-      throw Error(cat({"tensor ", info.name, ": data_offsets ", first, " to ", end, " do not hold ",
-                       dtype_name(info.dtype), " ", shape_text(info.shape)}));
+    if (!bytes) {
+      throw Error(cat({"tensor ", info.name, ": shape ", shape_text(info.shape), " of dtype ",
+                       dtype_name(info.dtype), " is beyond all bytes that a file can have"}));
+    }
+    if (end < first || end - first != *bytes) {
+      throw Error(cat({"tensor ", info.name, ": dtype ", dtype_name(info.dtype), " of shape ",
+                       shape_text(info.shape), " takes ", *bytes, " bytes, and data_offsets are ",
+                       first, " to ", end}));
     }
     if (end > file_size_ - data_first_) {
       throw Error(cat({"truncated: tensor ", info.name, " ends at byte ", end,

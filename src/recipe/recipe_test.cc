@@ -40,6 +40,29 @@ std::string contradiction(const std::string& text) {
   }
 }
 
+TEST(Recipe, AValueWhereASectionBelongsAndASectionThatIsNone) {
+  const std::string said = complaint("rl = 5");
+  EXPECT_NE(said.find("r.toml:1: rl is a section"), std::string::npos) << said;
+  EXPECT_NE(said.find("5"), std::string::npos) << said;
+  EXPECT_NE(complaint("", {"trainer=1"}).find("command line: trainer is a section"),
+            std::string::npos);
+  EXPECT_NE(complaint("[trainr]\n").find("unknown section trainr: did you mean trainer?"),
+            std::string::npos);
+  EXPECT_NE(complaint("[seed]\n"), "");
+  EXPECT_EQ(complaint("[trainer]\n[rl]\n"), "");
+}
+
+TEST(Recipe, TextThatTomlLibrariesTripOver) {
+  EXPECT_NE(complaint("ram=9\xc2\xa1\n"), "");
+  EXPECT_NE(complaint("[.x"), "");
+  EXPECT_EQ(complaint("# caf\xc3\xa9 \xc2\xa1\nmodel = \"\xc3\xa9\"\n"), "");
+  std::string dots = "[a";
+  for (int i = 0; i < 30000; ++i) dots += ".a";
+  EXPECT_NE(complaint(dots + "]").find("64 dots"), std::string::npos);
+  EXPECT_NE(complaint("", {"model=" + dots}), "");
+  EXPECT_NE(complaint("a=" + std::string(30000, '[')), "");
+}
+
 TEST(Recipe, ReadsEveryKindOfValue) {
   const Recipe r = parse_recipe(R"(
 arm = "trace"

@@ -56,7 +56,8 @@ std::string to_text(const Value& value) {
                  [](const std::vector<std::int64_t>& v) {
                    return list(v, [](std::int64_t n) { return cat({n}); });
                  },
-                 [](const std::vector<std::string>& v) { return list(v, quoted); }},
+                 [](const std::vector<std::string>& v) { return list(v, quoted); },
+                 [](Empty) { return std::string("{}"); }},
       value);
 }
 
@@ -232,25 +233,58 @@ std::map<std::string, std::string> lines_of(std::string_view text, const std::st
 
 }  // namespace
 
+namespace {
+
+/// The name that `name` was meant to be: the right one in the wrong section, or a wrong one; "".
+std::string meant(const std::string& name, std::span<const Key> keys) {
+  const std::string last = "." + name.substr(name.rfind('.') + 1);
+  std::vector<std::string> names;
+  std::string near;
+  for (const Key& known : keys) {
+    names.push_back(known.name);
+    if (known.name.ends_with(last)) near = known.name;
+  }
+  return near.empty() ? nearest(name, names) : near;
+}
+
+/// The section that `name` was meant to be, of those that there are; "".
+std::string meant_section(const std::string& name, std::span<const Key> keys) {
+  std::vector<std::string> names;
+  for (const Key& key : keys) {
+    const std::size_t dot = key.name.find('.');
+    if (dot != std::string::npos) names.push_back(key.name.substr(0, dot));
+  }
+  return nearest(name, names);
+}
+
+[[noreturn]] void refuse_unknown(const Entry& entry, std::span<const Key> keys) {
+  const auto below = std::find_if(keys.begin(), keys.end(), [&](const Key& key) {
+    return key.name.starts_with(entry.name + ".");
+  });
+  if (below != keys.end()) {
+    throw Error(cat({entry.where, ": ", entry.name, " is a section, and stands here as a key with ",
+                     to_text(entry.value), "; its keys are ", entry.name, ".X, as ", below->name}));
+  }
+  const bool section = std::holds_alternative<Empty>(entry.value);
+  const std::string near = section ? meant_section(entry.name, keys) : meant(entry.name, keys);
+  throw Error(cat({entry.where, section ? ": unknown section " : ": unknown key ", entry.name,
+                   near.empty() ? "; recipes/demo.toml shows the keys that there are"
+                                : ": did you mean " + near + "?"}));
+}
+
+}  // namespace
+
 void assign(std::span<const Entry> entries, std::span<const Key> keys) {
   for (const Entry& entry : entries) {
     const auto key =
         std::find_if(keys.begin(), keys.end(), [&](const Key& k) { return k.name == entry.name; });
-    if (key == keys.end()) {
-      // The right name in the wrong section, or a wrong name.
-      const std::string last = "." + entry.name.substr(entry.name.rfind('.') + 1);
-      std::vector<std::string> names;
-      std::string near;
-      for (const Key& known : keys) {
-        names.push_back(known.name);
-        if (known.name.ends_with(last)) near = known.name;
-      }
-      if (near.empty()) near = nearest(entry.name, names);
-      throw Error(cat({entry.where, ": unknown key ", entry.name,
-                       near.empty() ? "; recipes/demo.toml shows the keys that there are"
-                                    : ": did you mean " + near + "?"}));
+    if (key != keys.end()) {
+      std::visit(Put(entry, *key), key->target);
+    } else if (!std::holds_alternative<Empty>(entry.value) ||
+               std::none_of(keys.begin(), keys.end(),
+                            [&](const Key& k) { return k.name.starts_with(entry.name + "."); })) {
+      refuse_unknown(entry, keys);
     }
-    std::visit(Put(entry, *key), key->target);
   }
 }
 
@@ -269,8 +303,9 @@ std::string write(std::span<const Key> keys) {
   return out;
 }
 
-std::string differences(std::string_view before, std::string_view after) {
-  auto old_lines = lines_of(before, "the old recipe");
+std::string differences(std::string_view before, std::string_view after,
+                        const std::string& old_file) {
+  auto old_lines = lines_of(before, old_file);
   std::string out;
   for (const auto& [name, value] : lines_of(after, "the new recipe")) {
     const auto old = old_lines.extract(name);

@@ -13,9 +13,12 @@
 
 namespace lockstep::recipe {
 
+/// A section with nothing in it.
+struct Empty {};
+
 /// What a TOML file or a command line says of one key; tables are spelled out: `trainer.lr`.
 using Value = std::variant<bool, std::int64_t, double, std::string, std::vector<std::int64_t>,
-                           std::vector<std::string>>;
+                           std::vector<std::string>, Empty>;
 struct Entry {
   std::string name;
   Value value;
@@ -75,7 +78,9 @@ void assign(std::span<const Entry> entries, std::span<const Key> keys);
 /// The keys with their present values as TOML, each under its line of doc.
 std::string write(std::span<const Key> keys);
 
-/// `name = value` of the keys that differ between two such texts, old / new, one a line.
-std::string differences(std::string_view before, std::string_view after);
+/// `name = value` of the keys that differ between two such texts, old / new, one a line. Throws
+/// Error naming `old_file` where the first is none.
+std::string differences(std::string_view before, std::string_view after,
+                        const std::string& old_file = "the old recipe");
 
 }  // namespace lockstep::recipe

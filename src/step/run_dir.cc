@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string_view>
 #include <vector>
 
@@ -55,14 +56,13 @@ void write_all(int fd, std::string_view text, const fs::path& path) {
   }
 }
 
-/// N of "step_N", else -1.
+/// N of "step_N", written as save() writes it; else -1.
 std::int64_t step_of(const std::string& name) {
   constexpr std::string_view kPrefix = "step_";
   if (!name.starts_with(kPrefix)) return -1;
   std::int64_t step = -1;
-  const char* end = name.data() + name.size();
-  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
-  return error == std::errc() && stop == end ? step : -1;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), step);
+  return name == cat({kPrefix, step}) ? step : -1;
 }
 
 /// The steps that have checkpoints, ascending.
@@ -70,31 +70,81 @@ std::vector<std::int64_t> saved_steps(const fs::path& folder) {
   std::vector<std::int64_t> steps;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::int64_t step = step_of(entry.path().filename().string());
-    if (step > 0) steps.push_back(step);
+    if (step > 0 && entry.is_directory()) steps.push_back(step);
   }
   std::sort(steps.begin(), steps.end());
   return steps;
 }
 
-/// The length of the first `step` lines, of which line n must be step n's.
+/// The length of the first `step` lines, of which line n must be step n's, and whole.
 std::size_t length_of(const std::string& lines, std::int64_t step, const fs::path& path) {
   std::size_t at = 0;
   for (std::int64_t n = 1; n <= step; ++n) {
-    const std::string head = cat({"{\"step\": ", n, ","});
     const std::size_t end = lines.find('\n', at);
-    if (end == std::string::npos || lines.compare(at, head.size(), head) != 0) {
-      throw Error(cat({path.string(), " lacks step ", n, ", and the newest checkpoint is of step ",
-                       step, "; give the run another name, or mend the file"}));
+    const auto line = end == std::string::npos ? std::string_view()
+                                               : std::string_view(lines).substr(at, end - at);
+    const auto read = nlohmann::json::parse(line, nullptr, false);
+    if (!read.is_object() || !read.contains("step") || read["step"] != n) {
+      throw Error(cat({path.string(), ":", n, " is not the metrics of step ", n,
+                       ", and the newest checkpoint is of step ", step,
+                       "; mend that line, or give the run another name"}));
     }
     at = end + 1;
   }
   return at;
 }
 
+/// Names in a folder, sorted.
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    names.push_back(at->path().filename().string());
+  }
+  if (error) throw Error(cat({"cannot read ", folder.string(), ": ", error.message()}));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// Refuses what a run must not be written into: a link that leads nowhere, a file, somebody else's
+/// folder, and a run whose recipe is gone. Throws Error.
+void require_ours(const fs::path& folder) {
+  constexpr std::string_view kRemedy = "; give this run another name";
+  if (folder.empty()) throw Error("the run directory has no name; give it one with --run");
+  std::error_code error;
+  const fs::file_status status = fs::status(folder, error);
+  if (!fs::exists(status)) {
+    if (!fs::is_symlink(fs::symlink_status(folder, error))) return;
+    throw Error(cat({"the run directory ", folder.string(), " is a link to ",
+                     fs::read_symlink(folder, error).string(), ", which is not there; make that",
+                     " folder, or", kRemedy.substr(1)}));
+  }
+  if (!fs::is_directory(status)) {
+    throw Error(cat({"the run directory ", folder.string(), " is no folder", kRemedy}));
+  }
+  if (fs::exists(folder / "recipe.toml")) return;
+  // Without a recipe it is new, or a run that was killed before it began.
+  const std::vector<std::string> names = names_in(folder);
+  for (const std::string& name : names) {
+    const bool saved = name == "checkpoints" && fs::is_directory(folder / name) &&
+                       !names_in(folder / name).empty();
+    if (!saved && name != "metrics.jsonl") continue;
+    throw Error(cat({folder.string(), " has ", name,
+                     " and no recipe.toml, which says how to go on; put that file back, or",
+                     kRemedy.substr(1)}));
+  }
+  for (const std::string& name : names) {
+    if (name == "checkpoints" || name == "lock" || name == "recipe.toml.part") continue;
+    throw Error(cat({folder.string(), " is not empty and is no run (it holds ", name, ")", kRemedy,
+                     ", or name an empty folder"}));
+  }
+}
+
 }  // namespace
 
 RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(comm) {
   if (comm_.rank() != 0) return;
+  require_ours(folder_);
   std::error_code error;
   fresh_ = !fs::exists(folder_, error);
   fs::create_directories(folder_ / "checkpoints", error);
@@ -116,19 +166,31 @@ RunDir::~RunDir() {
   if (lock_ >= 0) ::close(lock_);
 }
 
-std::string RunDir::recipe() const { return read_all(folder_ / "recipe.toml"); }
+std::string RunDir::recipe() const {
+  const fs::path path = folder_ / "recipe.toml";
+  if (!fs::exists(path)) return "";
+  const std::string text = read_all(path);
+  if (text.empty()) {
+    throw Error(cat({path.string(),
+                     " is empty; put the run's recipe back, or give this run another", " name"}));
+  }
+  return text;
+}
+
+void RunDir::require_same(const std::string& resolved) const {
+  const std::string before = recipe();
+  if (before.empty() || before == resolved) return;
+  std::string different = recipe::differences(before, resolved, (folder_ / "recipe.toml").string());
+  if (different.empty()) different = "the contract's id";
+  std::replace(different.begin(), different.end(), '\n', ';');
+  throw Error(cat({folder_.string(), " began with another recipe (", different,
+                   " before / now); go on with that one, or give this run another name"}));
+}
 
 void RunDir::begin(const std::string& resolved) {
   if (comm_.rank() != 0) return;
-  const std::string before = recipe();
-  if (!before.empty()) {
-    std::string different = recipe::differences(before, resolved);
-    if (different.empty() && before == resolved) return;
-    if (different.empty()) different = "the contract's id";
-    std::replace(different.begin(), different.end(), '\n', ';');
-    throw Error(cat({folder_.string(), " began with another recipe (", different,
-                     " before / now); go on with that one, or give this run another name"}));
-  }
+  require_same(resolved);
+  if (!recipe().empty()) return;
   const fs::path part = folder_ / "recipe.toml.part";
   const int fd = open_or_fail(part, O_WRONLY | O_CREAT | O_TRUNC);
   write_all(fd, resolved, part);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iterator>
 
 #include "base/error.h"
@@ -26,9 +27,18 @@ class RunDirTest : public testing::Test {
     std::ifstream in(root_ / "metrics.jsonl");
     return {std::istreambuf_iterator<char>(in), {}};
   }
+  static std::string complaint(const std::function<void()>& act) {
+    try {
+      act();
+      return "";
+    } catch (const Error& error) {
+      return error.what();
+    }
+  }
   /// `steps` steps, a checkpoint every second one.
   void work(std::int64_t first, std::int64_t last, std::int64_t keep = 0) {
     RunDir run(root_, *comm_);
+    run.begin("# contract 1\n");
     EXPECT_EQ(run.resume(), first);
     for (std::int64_t step = first + 1; step <= last; ++step) {
       run.append(step, {{"reward", 1.0 / static_cast<double>(step)}});
@@ -57,6 +67,70 @@ TEST_F(RunDirTest, MissingLinesAreNotMadeUp) {
   write(root_ / "metrics.jsonl", "{\"step\": 1, \"reward\": 1}\n");
   RunDir run(root_, *comm_);
   EXPECT_THROW(run.resume(), Error);
+}
+
+TEST_F(RunDirTest, ADamagedLineIsNamed) {
+  work(0, 4);
+  const std::string whole = metrics();
+  for (const char* second : {"{\"step\": 2, \"rew", "", "{\"step\": 3}", "[2]", "\xff\xfe"}) {
+    const std::size_t first = whole.find('\n') + 1;
+    write(root_ / "metrics.jsonl",
+          whole.substr(0, first) + second + whole.substr(whole.find('\n', first)));
+    RunDir run(root_, *comm_);
+    EXPECT_NE(complaint([&] { run.resume(); }).find("metrics.jsonl:2 "), std::string::npos)
+        << second;
+  }
+}
+
+TEST_F(RunDirTest, StrayFoldersAreNoCheckpoints) {
+  work(0, 4);
+  for (const char* name :
+       {"step_007", "step_9x", "step_", "step_-1", "step_99999999999999999999"}) {
+    fs::create_directories(root_ / "checkpoints" / name);
+  }
+  write(root_ / "checkpoints/step_8", "a file");
+  work(4, 5, 1);
+  EXPECT_TRUE(fs::exists(root_ / "checkpoints/step_007"));
+}
+
+TEST_F(RunDirTest, SomebodyElsesFolderIsLeftAlone) {
+  fs::create_directories(root_);
+  { const RunDir run(root_, *comm_); }  // empty: it may become one
+  EXPECT_TRUE(fs::exists(root_));
+  write(root_ / "thesis.tex", "x");
+  fs::remove_all(root_ / "checkpoints");
+  fs::remove(root_ / "lock");
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }).find("thesis.tex"), std::string::npos);
+  EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
+}
+
+TEST_F(RunDirTest, ARunWithoutItsRecipeDoesNotGoOn) {
+  work(0, 4);
+  fs::remove(root_ / "recipe.toml");
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }).find("recipe.toml"), std::string::npos);
+  fs::remove_all(root_ / "checkpoints");
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }).find("metrics.jsonl"), std::string::npos);
+  write(root_ / "recipe.toml", "");
+  const RunDir run(root_, *comm_);
+  EXPECT_NE(complaint([&] { run.recipe(); }).find("recipe.toml is empty"), std::string::npos);
+}
+
+TEST_F(RunDirTest, ADamagedRecipeIsNamedWithItsPath) {
+  work(0, 2);
+  write(root_ / "recipe.toml", "# contract 1\nseed = = 1\n");
+  RunDir run(root_, *comm_);
+  const std::string said = complaint([&] { run.begin("# contract 1\nseed = 1\n"); });
+  EXPECT_NE(said.find((root_ / "recipe.toml").string() + ":2"), std::string::npos) << said;
+}
+
+TEST_F(RunDirTest, ALinkThatLeadsNowhereAndAFileAreNoRunDirectory) {
+  fs::create_symlink("/no/such/folder", root_);
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }).find("/no/such/folder"), std::string::npos);
+  EXPECT_TRUE(fs::is_symlink(root_));
+  fs::remove(root_);
+  write(root_, "x");
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }).find("no folder"), std::string::npos);
+  EXPECT_NE(complaint([&] { RunDir("", *comm_); }).find("--run"), std::string::npos);
 }
 
 TEST_F(RunDirTest, KeepsTheNewestCheckpoints) {
