@@ -44,9 +44,10 @@ void look_at_cpu(Doctor& doctor) {
     features +=
         (features.empty() ? "" : ", ") + std::string(feature.there ? "" : "no ") + feature.name;
   }
-  doctor.say("cpu", cat({cpu_name(), "; ", std::thread::hardware_concurrency(), " cores, ",
-                         threads(), " threads (LOCKSTEP_THREADS); ",
-                         features.empty() ? std::string("portable kernels") : features}));
+  doctor.say("cpu",
+             cat({cpu_name(), "; ", std::thread::hardware_concurrency(), " cores, ", threads(),
+                  std::getenv("LOCKSTEP_THREADS") ? " threads by LOCKSTEP_THREADS; " : " threads; ",
+                  features.empty() ? std::string("portable kernels") : features}));
   if (!keeps_subnormals()) {
     doctor.miss("numbers below 2^-126 are flushed to zero; start the program without FTZ and DAZ");
   }
@@ -62,8 +63,8 @@ void look_at_torch(Doctor& doctor) {
 void look_at_device(Doctor& doctor) {
   const std::string driver = nvidia_driver();
   const std::string there = driver.empty() ? "no NVIDIA device" : "an NVIDIA device, " + driver;
-  doctor.say("device", cat({there, build::has_cuda ? "; this build has CUDA kernels, and rollout "
-                                                     "and training run on the CPU"
+  doctor.say("device", cat({there, build::has_cuda ? "; this build was made with a CUDA compiler, "
+                                                     "and runs everything on the CPU"
                                                    : "; this build runs everything on the CPU"}));
 }
 
@@ -135,11 +136,13 @@ void look_at_time(Doctor& doctor, const std::string& file, const recipe::Recipe&
   const Subject subject = open_subject(file, {}, "");
   const double step = time_step(recipe, subject);
   const double run = step * static_cast<double>(recipe.schedule.steps);
-  doctor.say("time", cat({"a step of ", file, " takes about ", fixed(step, 2), " s here, its ",
-                          recipe.schedule.steps, " steps ", fixed(run, 0), " s",
-                          is_demo ? cat({"; the demo's ", kDemoArms, " arms about ",
-                                         fixed(run * kDemoArms, 0), " s"})
-                                  : std::string()}));
+  doctor.say(
+      "time",
+      cat({"a step of ", file, " takes about ", fixed(step, 2), " s here, its ",
+           recipe.schedule.steps, " steps ", fixed(run, 0), " s",
+           is_demo ? cat({"; the demo's ", kDemoArms, " arms about ", fixed(run * kDemoArms, 0),
+                          " s, and trace_mod4 where the time allows"})
+                   : std::string()}));
 }
 
 /// The recipes that are looked at: the one that was named, else all of the checkout.

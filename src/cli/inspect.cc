@@ -50,6 +50,21 @@ std::vector<std::int64_t> checkpoint_steps(const fs::path& run) {
   return steps;
 }
 
+/// A line of metrics.jsonl, a metric a line.
+std::string metric_table(const std::string& line) {
+  std::vector<std::vector<std::string>> rows;
+  for (std::size_t at = line.find('"'); at != std::string::npos;) {
+    const std::size_t end = line.find("\": ", at + 1);
+    if (end == std::string::npos) break;
+    const std::size_t next = line.find(", \"", end);
+    const std::size_t value = end + 3;
+    const std::size_t stop = next != std::string::npos ? next : line.rfind('}');
+    rows.push_back({line.substr(at + 1, end - at - 1), line.substr(value, stop - value)});
+    at = next == std::string::npos ? next : next + 2;
+  }
+  return columns(rows);
+}
+
 void inspect_run(const fs::path& folder, const InspectArgs& args) {
   std::int64_t lines = 0;
   std::string last, line;
@@ -65,9 +80,9 @@ void inspect_run(const fs::path& folder, const InspectArgs& args) {
   const std::vector<std::int64_t> steps = checkpoint_steps(folder);
   for (const std::int64_t step : steps) text += cat({" step_", step});
   text += steps.empty() ? " none\n" : "\n";
-  if (!last.empty()) text += "last metrics: " + last + "\n";
   print(text);
   if (fs::is_directory(folder / "trace")) inspect_trace(folder / "trace", args);
+  if (!last.empty() && args.span.empty()) print("last metrics:\n" + metric_table(last));
 }
 
 }  // namespace

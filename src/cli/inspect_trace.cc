@@ -125,7 +125,14 @@ std::string place_table(const std::map<PlaceKey, PlaceSum>& sums, std::int64_t t
   return text;
 }
 
+const char* const kNoSegments =
+    "no segments: records leave memory only where store.ram is too small for them; "
+    "./lockstep rollout --trace FOLDER writes those of its answers";
+
 std::string summary(const fs::path& path, const Trace& trace) {
+  if (trace.segments.empty() && trace.foreign.empty()) {
+    return cat({path.string(), ": ", kNoSegments, "\n"});
+  }
   std::int64_t spans = 0, tokens = 0, bytes = 0;
   Rows rows = {{"segment", "contract", "run", "spans", "bytes", ""}};
   for (const OpenSegment& s : trace.segments) {
@@ -268,6 +275,7 @@ void inspect_trace(const fs::path& path, const InspectArgs& args) {
     return;
   }
   const Wanted wanted = parse_span(args.span);
+  if (trace.segments.empty()) throw Error(cat({path.string(), " has ", kNoSegments}));
   std::string text;
   for (const OpenSegment& segment : trace.segments) {
     for (const store::StoredSpan& stored : segment.scan.spans) {

@@ -32,6 +32,13 @@ std::string rounded(double value) {
   return text;
 }
 
+/// "100 %" of all, else four places, so that a row that is missing shows.
+std::string percent(double part) {
+  char text[32];
+  std::snprintf(text, sizeof text, part == 1.0 ? "%.0f %%" : "%.4f %%", 100 * part);
+  return text;
+}
+
 /// Hands weights on and keeps the checksums with which the receiver answered.
 class Checksums final : public WeightSink {
  public:
@@ -274,9 +281,9 @@ void Verifier::capture(Check& check) {
   check.ok = operands && covered == 1.0 && absent == 0.0 && forced.mean <= kMostGap;
   check.figures =
       cat({quantizes ? "full codes forced: " : "nothing is quantized; ", figures, "records for ",
-           covered, " of the rows, routes for ", 1.0 - absent, "; log-prob gap mean ",
-           rounded(forced.mean), ", largest ", rounded(forced.largest), " over ", forced.tokens,
-           " tokens",
+           percent(covered), " of the rows, routes for ", percent(1.0 - absent),
+           "; log-prob gap mean ", rounded(forced.mean), ", largest ", rounded(forced.largest),
+           " over ", forced.tokens, " tokens",
            forced.mean <= kMostGap ? "" : ": engine and trainer do not compute the same model"});
 }
 

@@ -15,6 +15,7 @@ constexpr std::size_t kSpan = 5;  // steps that are averaged for a trend
 constexpr double kWatchGap = 0.03, kBadGap = 0.1;
 constexpr double kWatchGrowth = 2, kBadGrowth = 4;   // last steps against the first ones
 constexpr double kSmallGap = 0.005;                  // below it, growth is no news
+constexpr double kTinyGap = 0.0005;                  // nor are its ratios
 constexpr double kWatchLoss = 0.1, kBadLoss = 0.25;  // of reward, against its best stretch
 constexpr double kWatchCoverage = 0.99, kBadCoverage = 0.9;
 
@@ -27,6 +28,11 @@ std::string number(const char* format, double value) {
   std::array<char, 48> text;
   const int n = std::snprintf(text.data(), text.size(), format, value);
   return {text.data(), static_cast<std::size_t>(std::clamp(n, 0, 47))};
+}
+
+/// What is too small for the places of `format` in powers of ten: no gap but 0 reads as 0.
+std::string gap_text(double value, const char* format) {
+  return number(value > 0 && value < kTinyGap ? "%.0e" : format, value);
 }
 
 double best_stretch(const std::vector<double>& values) {
@@ -90,10 +96,14 @@ std::string Watch::line(std::int64_t step, std::int64_t steps, const Metrics& me
   std::string out = "step " + std::to_string(step) + "/" + std::to_string(steps);
   out += number("  reward %.3f", value(metrics, "critic/rewards/mean", NAN));
   const bool measured = value(metrics, gap + "/count", 1) > 0;
-  out += measured ? number("  gap %.4f", value(metrics, gap, NAN)) : "  gap -";
-  if (measured) out += number(" p99 %.3f", value(metrics, gap + "/p99", NAN));
-  if (measured && gaps_.size() >= 2 && gaps_.front() > 0)
-    out += number(" x%.1f", gaps_.back() / std::max(gaps_.front(), 1e-12));
+  if (measured) {
+    out += "  gap " + gap_text(value(metrics, gap, NAN), "%.4f");
+    out += " p99 " + gap_text(value(metrics, gap + "/p99", NAN), "%.3f");
+  } else {
+    out += "  gap - (no group's rewards differ)";
+  }
+  if (measured && gaps_.size() >= 2 && std::max(gaps_.front(), gaps_.back()) >= kTinyGap)
+    out += number(" x%.1f", gaps_.back() / std::max(gaps_.front(), kTinyGap));
   if (const double flips = value(metrics, "fp4/act/flip_frac", NAN); std::isfinite(flips)) {
     out += number("  flips %.2f %%", 100 * flips);
   }

@@ -48,5 +48,25 @@ TEST(Watch, OneLineAStep) {
             "step 12/100  reward 0.743  gap 0.0087 p99 nan  covered 100.0 %  2310 tokens/s  ok");
 }
 
+TEST(Watch, ATinyGapKeepsItsSizeAndShowsNoRatio) {
+  Watch watch;
+  const std::string tail = "  covered 100.0 %  0 tokens/s  ok";
+  Metrics metrics = step_of(.5, 3.4e-5);
+  metrics["train/train_rollout_logprob_abs_diff/p99"] = 2e-4;
+  EXPECT_EQ(watch.line(1, 9, metrics), "step 1/9  reward 0.500  gap 3e-05 p99 2e-04" + tail);
+  EXPECT_EQ(watch.line(2, 9, metrics), "step 2/9  reward 0.500  gap 3e-05 p99 2e-04" + tail);
+  metrics["train/train_rollout_logprob_abs_diff"] = .01;
+  EXPECT_EQ(watch.line(3, 9, metrics), "step 3/9  reward 0.500  gap 0.0100 p99 2e-04 x20.0" + tail);
+}
+
+TEST(Watch, SaysWhyThereIsNoGap) {
+  Watch watch;
+  Metrics metrics = step_of(0, 0);
+  metrics["train/train_rollout_logprob_abs_diff/count"] = 0;
+  EXPECT_EQ(watch.line(1, 9, metrics),
+            "step 1/9  reward 0.000  gap - (no group's rewards differ)  covered 100.0 %  "
+            "0 tokens/s  ok");
+}
+
 }  // namespace
 }  // namespace lockstep::step
