@@ -192,6 +192,19 @@ TEST_F(Loop, R65_ResumedRunEqualsTheUninterrupted) {
   }
 }
 
+TEST_F(Loop, R2_TakesTheOldPolicysExpertsAndRecordsNone) {
+  Arm arm = arm_of("w4a4");
+  arm.guide.replay_experts = false;
+  arm.own_routes = true;
+  run(arm, "r2");
+  const std::string all = metrics("r2");
+  EXPECT_EQ(last(all, "fp4/routes/absent_frac"), 0);
+  EXPECT_EQ(last(all, "fp4/trace/rows_written"), 0);
+  arm.own_routes = false;
+  run(arm, "none");
+  EXPECT_EQ(metrics("none").find("fp4/routes/absent_frac"), std::string::npos);
+}
+
 TEST_F(Loop, DynamicSamplingFillsTheStepOrSaysWhy) {
   // Of every third prompt no answer earns anything: such a group has no advantage.
   class Often0 final : public CountSmall {

@@ -130,9 +130,10 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
              .guide = {.mode = spec.mode,
                        .sites = spec.sites,
                        .layers = layer_set(spec.layers, model.num_layers),
-                       .replay_experts = spec.replay_experts,
+                       .replay_experts = spec.routing_replay == RoutingReplay::kR3,
                        .audit_every = spec.audit_every,
                        .max_version_diff = spec.max_version_diff},
+             .own_routes = spec.routing_replay == RoutingReplay::kR2,
              .rollout = rollout,
              .rl = rl};
   arm.rollout.residual = spec.residual;

@@ -14,12 +14,20 @@
 
 namespace lockstep {
 
+/// Whose experts the trainer's update takes (methods.md 4.4).
+enum class RoutingReplay : std::uint8_t {
+  kNone,  // each pass its own
+  kR2,    // those of the trainer's own pass over the old policy
+  kR3,    // the rollout's, recorded
+};
+
 /// An arm that has met its model: what the parts of a run are built from.
 struct Arm {
   std::string name;
   Contract contract{};         // the rollout's numbers
   train::Qat qat{};            // which of them the trainer imitates
   Guide guide{};               // what is recorded, and how the trainer follows it
+  bool own_routes = false;     // R2: updates take the experts of the old policy's pass
   rollout::Options rollout{};  // the residual pass
   rl::Options rl{};            // loss and correction
 };
@@ -37,7 +45,7 @@ struct ArmSpec {
   Guidance mode = Guidance::kOwnScale;
   SiteSet sites{};
   std::string layers = "all";
-  bool replay_experts = true;
+  RoutingReplay routing_replay = RoutingReplay::kR3;
   std::int32_t audit_every = 512;
   std::int32_t max_version_diff = 0;
   rollout::Residual residual = rollout::Residual::kNone;

@@ -107,12 +107,17 @@ void check_qat(const Arm& arm) {
   }
   if (arm.guide.sites.has(Site::kW2In) && !arm.guide.replay_experts) {
     throw Error(
-        "guide.sites has w2_in, whose records are per expert, and guide.replay_experts is "
-        "false; set it to true");
+        "guide.sites has w2_in, whose records are per expert, and guide.routing_replay is "
+        "not r3; set it to r3");
   }
 }
 
-void check_rl(const Recipe& r) {
+void check_rl(const Recipe& r, const Arm& arm) {
+  if (r.rl.bypass && arm.own_routes) {
+    throw Error(
+        "rl.bypass is true and guide.routing_replay is r2: without a pass of the old policy there "
+        "are no experts of its to take; set guide.routing_replay = \"r3\", or rl.bypass = false");
+  }
   if (r.rl.bypass && r.rl.correction != rl::Correction::kNone) {
     throw Error(
         "rl.bypass is true and rl.correction is not none: the drift would be counted twice; "
@@ -168,7 +173,7 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
 void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   check_shapes(arm, model);
   check_qat(arm);
-  check_rl(recipe);
+  check_rl(recipe, arm);
   check_rollout(recipe, arm, model);
   const auto expected = static_cast<std::size_t>(2 * model.num_layers);
   const std::vector<std::int8_t>& exponents = recipe.arm.kv_exponents;

@@ -165,6 +165,11 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[rl]\nbypass = true\ncorrection = \"none\"\n[schedule]\nupdates = 2"),
             "");
   EXPECT_NE(contradiction("arm = \"naive\"\n[guide]\nsites = [\"k\"]\nmode = \"lsb\""), "");
+  EXPECT_NE(contradiction("[rl]\nbypass = true\ncorrection = \"none\"\n"
+                          "[guide]\nrouting_replay = \"r2\""),
+            "");
+  EXPECT_EQ(contradiction("[guide]\nrouting_replay = \"r2\""), "");
+  EXPECT_NE(contradiction("[guide]\nrouting_replay = \"r2\"\nsites = [\"w2_in\"]"), "");
   EXPECT_NE(contradiction("arm = \"bf16\"\n[qat]\nweights = true"), "");
   EXPECT_NE(contradiction("[guide]\nsites = []"), "");
   EXPECT_NE(contradiction("[guide]\nmode = \"own_scale\""), "");

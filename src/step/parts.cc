@@ -94,14 +94,20 @@ PerToken rollout_logp(std::span<const Trajectory> trajectories) {
   return logp;
 }
 
-PerToken guided_logp(const Loop& loop, std::span<const Trajectory> trajectories,
+OldPolicy old_policy(const Loop& loop, std::span<const Trajectory> trajectories,
                      std::span<const std::uint8_t> moves) {
-  PerToken read = loop.trainer.logprobs(chosen(trajectories, moves), &loop.store);
-  PerToken logp(trajectories.size());
+  if (loop.arm.rl.bypass) return {.logp = rollout_logp(trajectories)};
+  train::Routes routes;
+  PerToken read = loop.trainer.logprobs(chosen(trajectories, moves), &loop.store,
+                                        loop.arm.own_routes ? &routes : nullptr);
+  OldPolicy old = {.logp = PerToken(trajectories.size())};
+  if (loop.arm.own_routes) old.routes.resize(trajectories.size());
   for (std::size_t i = 0, next = 0; i < trajectories.size(); ++i) {
-    if (moves[i] != 0) logp[i] = std::move(read[next++]);
+    if (moves[i] == 0) continue;
+    if (loop.arm.own_routes) old.routes[i] = std::move(routes[next]);
+    old.logp[i] = std::move(read[next++]);
   }
-  return logp;
+  return old;
 }
 
 std::vector<std::uint8_t> movable(const Loop& loop, std::span<const float> rewards) {

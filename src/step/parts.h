@@ -24,9 +24,13 @@ std::vector<float> score(const Loop& loop, std::span<const data::Prompt> prompts
 
 PerToken rollout_logp(std::span<const Trajectory> trajectories);
 
-/// The trainer's log-probs, guided, of the trajectories that the loss can move; the others' rows
-/// are empty.
-PerToken guided_logp(const Loop& loop, std::span<const Trajectory> trajectories,
+/// The trainer's log-probs, guided, of the trajectories that the loss can move, and the experts of
+/// that pass where the arm's updates take them; the others' rows are empty.
+struct OldPolicy {
+  PerToken logp{};
+  train::Routes routes{};  // empty: updates take none of these
+};
+OldPolicy old_policy(const Loop& loop, std::span<const Trajectory> trajectories,
                      std::span<const std::uint8_t> moves);
 
 /// [trajectories] 1 where the loss can move: its group has an advantage, or there is a KL term.

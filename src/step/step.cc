@@ -18,7 +18,7 @@ namespace {
 
 /// All updates on a batch. Each pass finds the records that the rollout left. `seen` gets what the
 /// trainer's log-probs were before the first update, where nobody has computed them yet.
-Metrics update(Loop& loop, const rl::Batch& batch, PerToken& seen) {
+Metrics update(Loop& loop, const rl::Batch& batch, const train::Routes& routes, PerToken& seen) {
   Metrics metrics;
   const auto updates = static_cast<std::size_t>(loop.schedule.updates_per_step);
   for (std::size_t u = 0; u < updates; ++u) {
@@ -28,13 +28,18 @@ Metrics update(Loop& loop, const rl::Batch& batch, PerToken& seen) {
     rl::Objective objective(loop.arm.rl, part, loop.comm);
     const std::vector<std::size_t>& live = objective.live();
     std::vector<Trajectory> moved;
-    for (const std::size_t i : live) moved.push_back(part.trajectories[i]);
+    train::Routes moved_routes;
+    for (const std::size_t i : live) {
+      moved.push_back(part.trajectories[i]);
+      if (!routes.empty()) moved_routes.push_back(routes[first + i]);
+    }
     const auto loss = [&](std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
       std::vector<float>& row = seen[first + live[i]];
       if (row.empty()) row.assign(logp.begin(), logp.end());
       return objective(live[i], logp, dlogp);
     };
-    const double total = loop.trainer.accumulate(moved, &loop.store, loss);
+    const double total =
+        loop.trainer.accumulate(moved, &loop.store, loss, routes.empty() ? nullptr : &moved_routes);
     if (!std::isfinite(total)) {
       throw Error(
           "the loss is not a number; lower trainer.lr, or look at the gap in metrics.jsonl");
@@ -66,8 +71,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   metrics["timing_s/reward"] += timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none
-  PerToken old_logp =
-      loop.arm.rl.bypass ? rollout_logp(trajectories) : guided_logp(loop, trajectories, moves);
+  const OldPolicy old = old_policy(loop, trajectories, moves);
   PerToken reference_logp;
   if (loop.reference) reference_logp = loop.reference->logprobs(trajectories, nullptr);
   metrics["timing_s/old_log_prob"] = timer.lap();
@@ -75,13 +79,13 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   // -> rl -> train
   const rl::Batch batch = {.trajectories = trajectories,
                            .rewards = sampled.rewards,
-                           .old_logp = old_logp,
+                           .old_logp = old.logp,
                            .reference_logp = reference_logp,
                            .group_size = loop.schedule.group_size(),
                            .tainted = tainted,
                            .scores = sampled.scores};
-  PerToken train_logp = loop.arm.rl.bypass ? PerToken(trajectories.size()) : old_logp;
-  metrics.merge(update(loop, batch, train_logp));
+  PerToken train_logp = loop.arm.rl.bypass ? PerToken(trajectories.size()) : old.logp;
+  metrics.merge(update(loop, batch, old.routes, train_logp));
   metrics.merge(rl::diagnostics(loop.arm.rl, batch, train_logp, loop.comm));
   metrics["timing_s/update_actor"] = timer.lap();
 

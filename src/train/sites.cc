@@ -11,8 +11,14 @@ namespace lockstep::train {
 using at::Tensor;
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
-             Tally* tally, Reveal reveal)
-    : agreement_(agreement), qat_(qat), pack_(pack), trace_(trace), tally_(tally), reveal_(reveal) {
+             Tally* tally, Reveal reveal, OwnRoutes own)
+    : agreement_(agreement),
+      qat_(qat),
+      pack_(pack),
+      trace_(trace),
+      tally_(tally),
+      reveal_(reveal),
+      own_(own) {
   if (trace == nullptr || tally == nullptr) return;
   for (std::size_t i = 0; i < pack.keys.size(); ++i) {
     if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
@@ -91,15 +97,21 @@ bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
 }  // namespace
 
 Tensor Sites::experts(Layer layer, const Tensor& p) const {
-  const Place place = {layer, Site::kRouter};
-  const std::int64_t k = agreement_.model.experts_per_token;
-  Tensor chosen = ops::choose_experts(p, k);
-  const Encoding encoding = agreement_.encoding(place);
-  if (trace_ == nullptr || encoding == Encoding::kNone) {
-    show_experts(layer, chosen);
-    return chosen;
+  const Tensor chosen = ops::choose_experts(p, agreement_.model.experts_per_token);
+  if (own_.follow != nullptr) {
+    follow_own(layer, chosen);
+  } else if (trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone) {
+    follow_records(layer, chosen);
   }
+  if (own_.keep != nullptr) keep_own(layer, chosen);
+  show_experts(layer, chosen);
+  return chosen;
+}
 
+void Sites::follow_records(Layer layer, const Tensor& chosen) const {
+  const Place place = {layer, Site::kRouter};
+  const std::int64_t k = chosen.size(1);
+  const Encoding encoding = agreement_.encoding(place);
   const Records records = read(place, encoding);
   const auto width = static_cast<std::size_t>(records.layout.bytes());
   std::int64_t* native = chosen.data_ptr<std::int64_t>();
@@ -107,21 +119,64 @@ Tensor Sites::experts(Layer layer, const Tensor& p) const {
   std::int64_t followed = 0, mismatched = 0;
   for (std::size_t t = 0; t < records.present.size(); ++t) {
     std::int64_t* row = native + static_cast<std::int64_t>(t) * k;
-    if (records.present[t] == 0 ||
-        !decode(&records.bytes[t * width], encoding, k, p.size(1), recorded.data())) {
+    if (records.present[t] == 0 || !decode(&records.bytes[t * width], encoding, k,
+                                           agreement_.model.num_experts, recorded.data())) {
       continue;
     }
     ++followed;
     mismatched += same_set(row, recorded.data(), k) ? 0 : 1;
     std::ranges::copy(recorded, row);
   }
-  if (tally_ != nullptr) {
-    tally_->routes_followed += followed;
-    tally_->routes_absent += pack_.rows() - followed;
-    tally_->routes_mismatched += mismatched;
+  count_routes(followed, mismatched);
+}
+
+/// Where a token's experts of a layer begin in its trajectory's row of Routes.
+std::size_t Sites::route_at(Layer layer, std::int64_t position) const {
+  return static_cast<std::size_t>((position * agreement_.model.num_layers + layer.value) *
+                                  agreement_.model.experts_per_token);
+}
+
+void Sites::follow_own(Layer layer, const Tensor& chosen) const {
+  const std::int64_t k = chosen.size(1);
+  std::int64_t* native = chosen.data_ptr<std::int64_t>();
+  std::vector<std::int64_t> kept(static_cast<std::size_t>(k));
+  std::int64_t followed = 0, mismatched = 0;
+  for (std::size_t i = 0; i < pack_.start.size(); ++i) {
+    const std::vector<std::uint16_t>& routes = (*own_.follow)[pack_.first + i];
+    if (routes.empty()) continue;
+    const std::int64_t end = i + 1 < pack_.start.size() ? pack_.start[i + 1] : pack_.rows();
+    for (std::int64_t row = pack_.start[i]; row < end; ++row) {
+      const auto from =
+          routes.begin() + static_cast<std::ptrdiff_t>(route_at(layer, row - pack_.start[i]));
+      std::copy_n(from, k, kept.begin());
+      ++followed;
+      mismatched += same_set(native + row * k, kept.data(), k) ? 0 : 1;
+      std::ranges::copy(kept, native + row * k);
+    }
   }
-  show_experts(layer, chosen);
-  return chosen;
+  count_routes(followed, mismatched);
+}
+
+void Sites::keep_own(Layer layer, const Tensor& chosen) const {
+  const std::int64_t k = chosen.size(1);
+  const std::int64_t* all = chosen.data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < pack_.start.size(); ++i) {
+    std::vector<std::uint16_t>& routes = (*own_.keep)[pack_.first + i];
+    const std::int64_t end = i + 1 < pack_.start.size() ? pack_.start[i + 1] : pack_.rows();
+    for (std::int64_t row = pack_.start[i]; row < end; ++row) {
+      std::transform(
+          all + row * k, all + (row + 1) * k,
+          routes.begin() + static_cast<std::ptrdiff_t>(route_at(layer, row - pack_.start[i])),
+          [](std::int64_t e) { return static_cast<std::uint16_t>(e); });
+    }
+  }
+}
+
+void Sites::count_routes(std::int64_t followed, std::int64_t mismatched) const {
+  if (tally_ == nullptr) return;
+  tally_->routes_followed += followed;
+  tally_->routes_absent += pack_.rows() - followed;
+  tally_->routes_mismatched += mismatched;
 }
 
 /// Rows that have a name; BF16 compute or not, a dump holds BF16.

@@ -22,13 +22,19 @@ struct Reveal {
   std::mutex* mutex = nullptr;  // passes run side by side, a sink has one writer
 };
 
+/// Experts of this trainer's own: where a pass keeps them, or which it follows.
+struct OwnRoutes {
+  Routes* keep = nullptr;  // rows of the right size
+  const Routes* follow = nullptr;
+};
+
 /// One pass. Every call reads its place's records anew and leaves no mark, so that whoever computes
 /// again reads the same.
 class Sites {
  public:
   /// `trace` may be nullptr: nothing is followed. `tally` may be nullptr: nothing is counted.
   Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
-        Tally* tally, Reveal reveal = {});
+        Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
 
   /// The routed experts' shared input.   [T, D]
   at::Tensor w13_in(Layer layer, const at::Tensor& x) const;
@@ -40,8 +46,8 @@ class Sites {
   /// K after norm and rotation, or V.   [T, N * C]
   at::Tensor kv(Place place, const at::Tensor& x) const;
 
-  /// The experts of each token, in their order: the recorded ones, or those that the trainer's own
-  /// router prefers.   p [T, E] -> int64 [T, K]
+  /// The experts of each token, in their order: those of an earlier pass or the recorded ones, or
+  /// those that the trainer's own router prefers.   p [T, E] -> int64 [T, K]
   at::Tensor experts(Layer layer, const at::Tensor& p) const;
 
  private:
@@ -63,6 +69,11 @@ class Sites {
   void round(Place place, TensorView<Bf16, 2> x) const;
   void show(Place place, const at::Tensor& x) const;
   void show_experts(Layer layer, const at::Tensor& chosen) const;
+  void follow_records(Layer layer, const at::Tensor& chosen) const;
+  void follow_own(Layer layer, const at::Tensor& chosen) const;
+  void keep_own(Layer layer, const at::Tensor& chosen) const;
+  std::size_t route_at(Layer layer, std::int64_t position) const;
+  void count_routes(std::int64_t followed, std::int64_t mismatched) const;
   std::vector<Bf16> audited_rows(const Bf16* x, std::int64_t width) const;
   void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
              const std::vector<Bf16>& after) const;
@@ -73,6 +84,7 @@ class Sites {
   const TraceSource* trace_;
   Tally* tally_;
   Reveal reveal_;
+  OwnRoutes own_;
   std::vector<std::size_t> audited_;  // which of pack.keys
 };
 

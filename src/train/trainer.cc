@@ -134,9 +134,10 @@ struct Trainer::Impl {
   void backward(const Network& network, const Pack& pack, const Sites& sites,
                 std::vector<Step>& steps, Tensor dh) const;
   PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
-                    const Reveal& reveal) const;
+                    const Reveal& reveal, Routes* chosen) const;
   double accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
-                    const TraceSource* trace, const TokenLoss& loss);
+                    const TraceSource* trace, const TokenLoss& loss, OwnRoutes own);
+  void check(const Routes& routes, std::span<const Trajectory> batch) const;
 
   const Agreement agreement;
   const Qat qat;
@@ -236,8 +237,8 @@ void check(const Agreement& agreement, const Options& options, Device device) {
 }  // namespace
 
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
-                                 const TraceSource* trace, const TokenLoss& loss) {
-  const Sites sites(agreement, qat, pack, trace, &lane.tally);
+                                 const TraceSource* trace, const TokenLoss& loss, OwnRoutes own) {
+  const Sites sites(agreement, qat, pack, trace, &lane.tally, {}, own);
   std::vector<Step> steps;
   const Tensor h = forward(lane.network, pack, sites, &steps);
   const Scores scores = lane.network.score(h, pack, true);
@@ -265,7 +266,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
     upstream[s] = dlogp[i - pack.first][t];
   });
   // What is computed again was counted the first time.
-  const Sites again(agreement, qat, pack, trace, nullptr);
+  const Sites again(agreement, qat, pack, trace, nullptr, {}, own);
   backward(lane.network, pack, again, steps, lane.network.score_backward(scores, pack, upstream));
   return total;
 }
@@ -279,26 +280,53 @@ Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& opti
 
 Trainer::~Trainer() = default;
 
-PerToken Trainer::logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const {
-  return impl_->logprobs(batch, trace, {});
+PerToken Trainer::logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
+                           Routes* chosen) const {
+  return impl_->logprobs(batch, trace, {}, chosen);
 }
 
 PerToken Trainer::reveal(std::span<const Trajectory> batch, const TraceSource* trace,
                          TraceSink& dump) const {
   std::mutex mutex;
-  return impl_->logprobs(batch, trace, {&dump, &mutex});
+  return impl_->logprobs(batch, trace, {&dump, &mutex}, nullptr);
+}
+
+/// How many numbers a trajectory's row of Routes has.
+std::size_t route_numbers(const ModelConfig& model, const Trajectory& t) {
+  const std::size_t rows = t.tokens.empty() ? 0 : t.tokens.size() - 1;
+  return rows * static_cast<std::size_t>(model.num_layers * model.experts_per_token);
+}
+
+void Trainer::Impl::check(const Routes& routes, std::span<const Trajectory> batch) const {
+  if (routes.size() != batch.size()) {
+    throw Error("there are routes of " + std::to_string(routes.size()) + " trajectories for " +
+                std::to_string(batch.size()));
+  }
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const std::size_t expected = route_numbers(agreement.model, batch[i]);
+    if (!routes[i].empty() && routes[i].size() != expected) {
+      throw Error("the routes of trajectory " + std::to_string(i) + " are " +
+                  std::to_string(routes[i].size()) + " numbers, not " + std::to_string(expected));
+    }
+  }
 }
 
 PerToken Trainer::Impl::logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
-                                 const Reveal& reveal) const {
+                                 const Reveal& reveal, Routes* chosen) const {
   PerToken logp = zeros(batch);
+  if (chosen != nullptr) {
+    chosen->assign(batch.size(), {});
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      (*chosen)[i].resize(route_numbers(agreement.model, batch[i]));
+    }
+  }
   const std::vector<Pack> packs = cut(batch);
   require_weights(ready);
   each_pass(packs.size(), [&](const Lane& lane, std::size_t p) {
     const Pack& pack = packs[p];
     if (pack.scored_row.empty() && reveal.sink == nullptr) return;
     const at::AutoGradMode none(false);
-    const Sites sites(agreement, qat, pack, trace, nullptr, reveal);
+    const Sites sites(agreement, qat, pack, trace, nullptr, reveal, {.keep = chosen});
     const Tensor h = forward(lane.network, pack, sites, nullptr);
     const Scores scores = lane.network.score(h, pack, false);
     each_scored(batch, pack, [&](std::size_t i, std::size_t position, std::size_t s) {
@@ -309,13 +337,14 @@ PerToken Trainer::Impl::logprobs(std::span<const Trajectory> batch, const TraceS
 }
 
 double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource* trace,
-                           const TokenLoss& loss) {
+                           const TokenLoss& loss, const Routes* routes) {
   Impl& t = *impl_;
+  if (routes != nullptr) t.check(*routes, batch);
   const std::vector<Pack> packs = t.cut(batch);
   require_weights(t.ready);
   std::vector<double> losses(packs.size());
   t.each_pass(packs.size(), [&](Lane& lane, std::size_t p) {
-    losses[p] = t.accumulate(lane, batch, packs[p], trace, loss);
+    losses[p] = t.accumulate(lane, batch, packs[p], trace, loss, {.follow = routes});
   });
   return std::accumulate(losses.begin(), losses.end(), 0.0);
 }

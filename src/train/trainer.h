@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "base/metrics.h"
 #include "device/comm.h"
@@ -48,6 +49,10 @@ struct Options {
 using TokenLoss =
     std::function<double(std::size_t i, std::span<const float> logp, std::span<float> dlogp)>;
 
+/// The experts that a pass of the trainer's own chose, for another pass to follow (R2).
+/// [trajectories][(T - 1) * L * K] by position, layer and slot; an empty row: none.
+using Routes = std::vector<std::vector<std::uint16_t>>;
+
 class Trainer {
  public:
   Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
@@ -55,8 +60,9 @@ class Trainer {
   ~Trainer();
 
   /// log p(tokens[t]) at the trajectory's temperature, in FP32, where response_mask is 1.
-  /// Guided by `trace`; nullptr for a reference policy or an evaluation.
-  PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace) const;
+  /// Guided by `trace`; nullptr for a reference policy or an evaluation. `chosen` gets the experts.
+  PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
+                    Routes* chosen = nullptr) const;
 
   /// The same, and every token's w13_in, k and v in BF16, from before they are rounded, and its
   /// experts go to `dump` (Encoding::kBf16, kExperts16), where the spans of the paths are open.
@@ -64,9 +70,10 @@ class Trainer {
                   TraceSink& dump) const;
 
   /// Forward and backward of the summed loss; gradients add up until update(). The same forward
-  /// as logprobs: with unchanged weights it gives `loss` the same bits.
+  /// as logprobs: with unchanged weights it gives `loss` the same bits. `routes`: the experts that
+  /// it takes instead of its own or recorded ones; nullptr, or an empty row: none.
   double accumulate(std::span<const Trajectory> batch, const TraceSource* trace,
-                    const TokenLoss& loss);
+                    const TokenLoss& loss, const Routes* routes = nullptr);
 
   /// Sums gradients over ranks, clips, steps AdamW, clears. What guidance did since the last
   /// call is among the metrics.

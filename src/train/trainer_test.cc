@@ -381,6 +381,55 @@ TEST_F(TrainerTest, R79_ReplayedRoutesCarryAGradientToTheRouter) {
   }
 }
 
+TEST_F(TrainerTest, R2_AnUpdateTakesTheExpertsOfTheOldPolicysPass) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {21, 9, 14});
+  Options options;
+  options.bf16 = false;
+  options.lr = 0.3;  // far enough for routers to change their minds
+  options.warmup_updates = 0;
+  const Weights weights = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, options, weights);
+  Routes routes;
+  const PerToken old = trainer->logprobs(batch, nullptr, &routes);
+  ASSERT_EQ(routes[0].size(), 20u * 2 * 2);
+  trainer->accumulate(
+      batch, nullptr,
+      [&](std::size_t i, auto logp, auto dlogp) {
+        EXPECT_TRUE(std::ranges::equal(logp, old[i]));
+        return some_loss(i, logp, dlogp);
+      },
+      &routes);
+  EXPECT_EQ(trainer->update().at("fp4/routes/mismatch_frac"), 0);
+
+  const Weights moved = take(trainer->weights());
+  std::vector<Tensor> of_layer;
+  for (int l = 0; l < 2; ++l) {
+    of_layer.push_back(at::empty({20, 2}, at::kLong));
+    for (int t = 0; t < 20; ++t) {
+      for (int k = 0; k < 2; ++k) {
+        of_layer[static_cast<std::size_t>(l)][t][k] =
+            routes[0][static_cast<std::size_t>((t * 2 + l) * 2 + k)];
+      }
+    }
+  }
+  const Tensor plain = plain_logp(agreement.model, moved, batch[0], of_layer);
+  trainer->accumulate(
+      batch, nullptr,
+      [&](std::size_t i, auto logp, auto dlogp) {
+        for (std::size_t t = 8; i == 0 && t < 21; ++t) {
+          EXPECT_NEAR(logp[t], plain[static_cast<std::int64_t>(t) - 1].item<float>(), 1e-3);
+        }
+        return some_loss(i, logp, dlogp);
+      },
+      &routes);
+  EXPECT_GT(trainer->update().at("fp4/routes/mismatch_frac"), 0);
+
+  routes[1].pop_back();
+  EXPECT_THROW(trainer->accumulate(batch, nullptr, some_loss, &routes), Error);
+}
+
 /// What the routed experts compute with.
 Weights fake_quantized(const Weights& weights, const Quantizer& rule) {
   Weights out;

@@ -80,7 +80,7 @@ def figures(found):
 
 def test_bf16_engines_are_near_and_an_fp4_one_is_apart(tmp_path, sequences, theirs):
     trainer = our_dump(tmp_path / "trainer.safetensors", sequences, "bf16",
-                       "guide.replay_experts=false", "--trainer")
+                       "guide.routing_replay=none", "--trainer")
     engine = our_dump(tmp_path / "engine.safetensors", sequences, "bf16")
     rollout = our_dump(tmp_path / "rollout.safetensors", sequences, "naive")
 
