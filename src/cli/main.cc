@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "cli/columns.h"
 #include "cli/log.h"
 #include "cli/verbs.h"
 
@@ -83,7 +84,7 @@ void add_doctor(CLI::App& app, Chosen& chosen) {
 void add_sft(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<SftArgs>();
   auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
-                   "sft recipes/tiny_sft.toml --out models/tiny-moe");
+                   "sft recipes/tiny_sft.toml --out runs/tiny");
   add_recipe(sub, *args, true);
   add_text(sub, "--out", args->out, "the folder to write; default: runs/<recipe>");
   sub->callback([&chosen, args] { chosen = [args] { return sft(*args); }; });
@@ -152,7 +153,8 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   auto* sub =
       verb(app, "inspect", "show what is in a checkpoint, a run directory, or recorded segments",
            "inspect models/tiny-moe\n"
-           "  ./lockstep inspect runs/demo/trace --span 12:0 --place 3.w13_in --position 40");
+           "  ./lockstep rollout models/tiny-moe --step 0 --n 2 --trace traces\n"
+           "  ./lockstep inspect traces --span 0:0 --place 3.w13_in --position 8");
   add_text(sub, "path", args->path,
            "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
       ->required();
@@ -232,12 +234,21 @@ void check_verb(const CLI::App& app, const std::string& name) {
            "; ./lockstep --help lists them"}));
 }
 
+/// What ./lockstep itself does before the program is reached.
+const char* const kOfTheScript =
+    "Two verbs more, of the script that builds this:\n"
+    "  test [--all]                every test that this machine can run; --all: the long ones too\n"
+    "  bench                       every benchmark\n\n"
+    "Each verb has its own --help. Variables: LOCKSTEP_PYTHON, a Python whose torch is used;\n"
+    "LOCKSTEP_BUILD, the build folder; LOCKSTEP_THREADS, how many threads work.\n";
+
 int run(int argc, char** argv) {
   CLI::App app(
       "Reinforcement learning of mixture-of-experts models whose FP4 rollouts stay in step with "
       "training.",
       "./lockstep");
   app.require_subcommand(1);
+  app.footer(kOfTheScript);
   Chosen chosen;
   add_demo(app, chosen);
   add_doctor(app, chosen);
@@ -251,7 +262,12 @@ int run(int argc, char** argv) {
   add_diff(app, chosen);
   add_report(app, chosen);
 
-  check_verb(app, argc > 1 ? argv[1] : "");
+  const std::string named = argc > 1 ? argv[1] : "";
+  check_verb(app, named);
+  if (named.empty()) {
+    print(app.help());
+    return 2;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp& help) {
@@ -259,7 +275,9 @@ int run(int argc, char** argv) {
   } catch (const CLI::CallForAllHelp& help) {
     return app.exit(help);
   } catch (const CLI::ParseError& wrong) {
-    throw Usage(std::string(wrong.what()) + "; ./lockstep --help lists the verbs");
+    throw Usage(
+        std::string(wrong.what()) + "; ./lockstep " +
+        (named.starts_with('-') ? "--help lists the verbs" : named + " --help lists its options"));
   }
   return chosen();
 }
