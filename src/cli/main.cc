@@ -59,7 +59,8 @@ void add_demo(CLI::App& app, Chosen& chosen) {
   sub->add_option("--arms", args->arms,
                   "which, by commas; default: bf16,naive,trace and, where "
                   "the time allows, trace_mod4")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   add_text(sub, "--run", args->run, "a name below runs/, or a path");
   sub->callback([&chosen, args] {
     if (args->recipe.find('=') != std::string::npos) {
@@ -69,6 +70,25 @@ void add_demo(CLI::App& app, Chosen& chosen) {
     if (args->recipe.empty()) args->recipe = "recipes/demo.toml";
     chosen = [args] { return demo(*args); };
   });
+}
+
+void add_compare(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<CompareArgs>();
+  auto* sub = verb(app, "compare",
+                   "arms side by side from the same weights, prompts and seeds; goes on where it "
+                   "was interrupted",
+                   "compare recipes/compare_tiny.toml\n"
+                   "  ./lockstep compare recipes/compare_tiny.toml --arms naive,trace --seeds 3 "
+                   "--run mine");
+  add_recipe(sub, *args, true);
+  sub->add_option("--arms", args->arms,
+                  "which, by commas: arms, or the recipe's variants; default: its compare.arms")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option("--seeds", args->seeds, "how many; default: the recipe's compare.seeds")
+      ->check(within(1, 1000));
+  add_text(sub, "--run", args->run, "a name below runs/, or a path; default: the recipe's");
+  sub->callback([&chosen, args] { chosen = [args] { return compare(*args); }; });
 }
 
 void add_doctor(CLI::App& app, Chosen& chosen) {
@@ -251,6 +271,7 @@ int run(int argc, char** argv) {
   app.footer(kOfTheScript);
   Chosen chosen;
   add_demo(app, chosen);
+  add_compare(app, chosen);
   add_doctor(app, chosen);
   add_sft(app, chosen);
   add_train(app, chosen);

@@ -1,18 +1,17 @@
 // What a report shows beyond what lies in run directories: verdicts, contracts, full codes' bytes.
 #include "instruments/report.h"
 
-#include <cmath>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/figures.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
 #include "model/config_json.h"
 #include "recipe/preflight.h"
-#include "step/watch.h"
 
 namespace lockstep::cli {
 namespace {
@@ -26,20 +25,6 @@ fs::path find_run(const std::string& name) {
   if (fs::is_directory(below)) return below;
   throw Usage(cat({"there is no run '", name, "', neither as a folder nor as ", below.string(),
                    "; name a run directory, or a folder of them"}));
-}
-
-/// As the run itself would have judged its last step.
-std::string verdict(const instruments::RunData& run) {
-  step::Watch watch;
-  step::Verdict last;
-  for (std::size_t i = 0; i < run.steps.size(); ++i) {
-    Metrics metrics;
-    for (const auto& [name, column] : run.metrics) {
-      if (!std::isnan(column[i])) metrics[name] = column[i];
-    }
-    last = watch.judge(metrics);
-  }
-  return step::to_string(last);
 }
 
 /// The contract and what full codes would take, for which the model's shape must be at hand.

@@ -24,6 +24,15 @@ struct DemoArgs {
 };
 int demo(const DemoArgs& args);
 
+struct CompareArgs {
+  std::string recipe;
+  std::vector<std::string> arms;  // empty: the recipe's compare.arms
+  std::int32_t seeds = 0;         // 0: the recipe's compare.seeds
+  std::vector<std::string> assignments;
+  std::string run;  // a name below runs/ or a path; empty: the recipe's name
+};
+int compare(const CompareArgs& args);
+
 struct DoctorArgs {
   std::string recipe;  // empty: all of recipes/, of which the demo's counts
   std::vector<std::string> assignments;

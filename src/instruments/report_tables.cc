@@ -33,10 +33,9 @@ std::string change(const ArmRuns& arm, const std::string& metric, int digits) {
          figure_text(last, 1, digits);
 }
 
-std::string growth(const ArmRuns& arm) {
-  const double first = figure(arm, kGap, Over::kFirst).mean;
-  const double last = figure(arm, kGap, Over::kLast).mean;
-  return first > 0 && std::isfinite(last) ? "×" + number(last / first, 2) : "–";
+std::string factor(const Spread& spread) {
+  const std::string text = figure_text(spread, 1, 2);
+  return text == "–" ? text : "×" + text;
 }
 
 /// The worst verdict of an arm's runs, first word as its badge.
@@ -217,7 +216,7 @@ std::string summary_table(const std::vector<ArmRuns>& arms) {
         change(arm, "critic/rewards/mean", 3),
         judged.empty() ? "–" : figure_text(figure(arm, judged, Over::kLatest), 1, 3),
         change(arm, kGap, 2),
-        growth(arm),
+        factor(growth(arm, kGap)),
         change(arm, std::string(kGap) + "/p99", 2),
         figure_text(figure(arm, "fp4/act/flip_frac", Over::kAll), 100, 3, " %"),
         figure_text(figure(arm, "fp4/guide/covered_frac", Over::kAll), 100, 4, " %"),

@@ -85,6 +85,7 @@ double figure_of(std::vector<double> values, Over over) {
     case Over::kAll: return mean(values);
     case Over::kLatest: return values.back();
     case Over::kMost: return *std::max_element(values.begin(), values.end());
+    case Over::kMostOfLast: return *std::max_element(values.end() - span, values.end());
   }
   return kNaN;
 }
@@ -175,6 +176,16 @@ Grid grid(const ArmRuns& arm, const std::string& metric, std::size_t most) {
 Spread figure(const ArmRuns& arm, const std::string& metric, Over over) {
   std::vector<double> of_seeds;
   for (const RunData* run : arm.runs) of_seeds.push_back(figure_of(run->column(metric), over));
+  return spread(of_seeds);
+}
+
+Spread growth(const ArmRuns& arm, const std::string& metric) {
+  std::vector<double> of_seeds;
+  for (const RunData* run : arm.runs) {
+    const double first = figure_of(run->column(metric), Over::kFirst);
+    const double last = figure_of(run->column(metric), Over::kLast);
+    of_seeds.push_back(first > 0 ? last / first : kNaN);
+  }
   return spread(of_seeds);
 }
 

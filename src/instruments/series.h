@@ -45,10 +45,14 @@ struct Spread {
   double deviation;  // of a sample; NaN for fewer than two seeds
 };
 
-enum class Over { kFirst, kLast, kAll, kLatest, kMost };
+enum class Over { kFirst, kLast, kAll, kLatest, kMost, kMostOfLast };
 
-/// The mean of a metric's first or last five steps, of all, its latest value, its largest.
+/// The mean of a metric's first or last five steps, of all, its latest value, its largest, the
+/// largest of the last five.
 Spread figure(const ArmRuns& arm, const std::string& metric, Over over);
+
+/// Last five steps over the first five, of each run.
+Spread growth(const ArmRuns& arm, const std::string& metric);
 
 /// Tokens over seconds, whole runs.
 Spread tokens_per_second(const ArmRuns& arm);

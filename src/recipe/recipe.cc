@@ -4,9 +4,11 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
+#include "recipe/compare.h"
 
 namespace lockstep::recipe {
 namespace {
@@ -176,15 +178,30 @@ std::string file_text(const std::filesystem::path& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-std::vector<Entry> entries_of(std::string_view text, const std::string& name,
-                              std::span<const std::string> assignments) {
-  std::vector<Entry> entries = parse(text, name);
+/// Puts what the command line says over the entries.
+std::vector<Entry> with(std::vector<Entry> entries, std::span<const std::string> assignments) {
   for (const std::string& assignment : assignments) {
     Entry entry = parse_assignment(assignment);
     std::erase_if(entries, [&](const Entry& e) { return e.name == entry.name; });
     entries.push_back(std::move(entry));
   }
   return entries;
+}
+
+/// The recipe of one arm of what may be a comparison.
+Recipe one_arm(std::vector<Entry> entries, std::span<const std::string> assignments) {
+  const Sections sections = split(with(std::move(entries), assignments));
+  for (const Entry& entry : sections.plain) {
+    if (entry.name != "arm") continue;
+    const auto* label = std::get_if<std::string>(&entry.value);
+    if (label == nullptr || !sections.variants.contains(*label)) continue;
+    std::vector<Entry> over;
+    for (const std::string& text : assignments) {
+      if (Entry one = parse_assignment(text); one.name != "arm") over.push_back(std::move(one));
+    }
+    return recipe_of(sections, *label, over);
+  }
+  return recipe_of(sections.plain);
 }
 
 /// The task's own words for what a recipe says in common.
@@ -271,9 +288,31 @@ std::vector<Key> keys(SftRecipe& r) {
   return keys;
 }
 
-Recipe parse_recipe(std::string_view text, const std::string& name,
-                    std::span<const std::string> assignments) {
-  const std::vector<Entry> entries = entries_of(text, name, assignments);
+std::vector<Entry> read_entries(const std::filesystem::path& file) {
+  constexpr int kMost = 8;  // files above each other
+  std::vector<Entry> entries;
+  std::filesystem::path next = file;
+  for (int depth = 0; !next.empty(); ++depth) {
+    if (depth == kMost) {
+      throw Error(cat({file.string(), ": defaults leads through more than ", kMost,
+                       " files; it must not lead back to where it began"}));
+    }
+    const std::filesystem::path here = std::exchange(next, {});
+    for (Entry& entry : parse(file_text(here), here.string())) {
+      if (entry.name == "defaults") {
+        const auto* path = std::get_if<std::string>(&entry.value);
+        if (path == nullptr) throw Error(entry.where + ": defaults takes a recipe's path");
+        next = find(*path, entry.where + ": defaults");
+      } else if (std::none_of(entries.begin(), entries.end(),
+                              [&](const Entry& e) { return e.name == entry.name; })) {
+        entries.push_back(std::move(entry));
+      }
+    }
+  }
+  return entries;
+}
+
+Recipe recipe_of(std::span<const Entry> entries) {
   Recipe recipe;
   for (const Entry& entry : entries) {
     if (entry.name != "arm") continue;
@@ -290,15 +329,20 @@ Recipe parse_recipe(std::string_view text, const std::string& name,
   return recipe;
 }
 
+Recipe parse_recipe(std::string_view text, const std::string& name,
+                    std::span<const std::string> assignments) {
+  return one_arm(parse(text, name), assignments);
+}
+
 Recipe read_recipe(const std::filesystem::path& file, std::span<const std::string> assignments) {
-  return parse_recipe(file_text(file), file.string(), assignments);
+  return one_arm(read_entries(file), assignments);
 }
 
 SftRecipe read_sft_recipe(const std::filesystem::path& file,
                           std::span<const std::string> assignments) {
   SftRecipe recipe;
   recipe.trainer.lr = 1e-3;
-  assign(entries_of(file_text(file), file.string(), assignments), keys(recipe));
+  assign(with(parse(file_text(file), file.string()), assignments), keys(recipe));
   settle_task(recipe.task, recipe.task_file, recipe.task_eval_file);
   return recipe;
 }

@@ -61,10 +61,17 @@ struct SftRecipe {
 std::vector<Key> keys(Recipe& recipe);
 std::vector<Key> keys(SftRecipe& recipe);
 
-/// A file and what the command line adds: `arm` first, then every other key over it. Throws Error.
+/// A file and what the command line adds: `arm` first, then every other key over it. `arm` may name
+/// a variant of the file's, see compare.h. Throws Error.
 Recipe read_recipe(const std::filesystem::path& file, std::span<const std::string> assignments);
 SftRecipe read_sft_recipe(const std::filesystem::path& file,
                           std::span<const std::string> assignments);
+
+/// The entries of a file, over those of the file that its key `defaults` names. Throws Error.
+std::vector<Entry> read_entries(const std::filesystem::path& file);
+
+/// The recipe of entries, none twice: `arm` first, then every other key over it.
+Recipe recipe_of(std::span<const Entry> entries);
 
 /// The same of text; `name` stands for the file in complaints.
 Recipe parse_recipe(std::string_view text, const std::string& name,

@@ -1,0 +1,52 @@
+#include "cli/arms.h"
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
+#include "cli/log.h"
+#include "instruments/run.h"
+#include "model/json.h"
+#include "step/watch.h"
+
+namespace lockstep::cli {
+
+TrainingResult run_shown(const recipe::Recipe& recipe, const std::filesystem::path& folder,
+                         const std::string& name) {
+  const std::int64_t steps = recipe.schedule.steps;
+  step::Watch watch;
+  Progress progress(name, steps);
+  return run_training(recipe, folder, [&](std::int64_t step, const Metrics& metrics) {
+    const std::string line = watch.line(step, steps, metrics);
+    if (step == 1 || step % 10 == 0 || step == steps) info("  " + line);
+    progress.at(step, line);
+  });
+}
+
+bool has_ended(const std::filesystem::path& folder, std::int64_t steps) {
+  return std::filesystem::exists(folder / "checkpoints" / cat({"step_", steps}));
+}
+
+instruments::RunData read_shown(const std::filesystem::path& folder) {
+  instruments::RunData run = instruments::read_runs(folder).at(0);
+  run.verdict = verdict(run);
+  return run;
+}
+
+void write_summary(const std::filesystem::path& folder, const std::vector<ArmFigures>& arms,
+                   const rollout::Drift& drift, double run_seconds, bool all) {
+  nlohmann::json summary;
+  for (const ArmFigures& arm : arms) summary["arms"][arm.arm] = summary_of(arm, all);
+  summary["drift"] = {{"noise", std::stod(cat({drift.noise}))}, {"split_k", drift.split_k}};
+  summary["wall_s"] = {{"install", seconds_of("LOCKSTEP_WALL_INSTALL")},
+                       {"build", seconds_of("LOCKSTEP_WALL_BUILD")},
+                       {"run", run_seconds}};
+  write_text(folder / "summary.json", summary.dump(2) + "\n");
+}
+
+double seconds_of(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? 0 : std::atof(text);
+}
+
+}  // namespace lockstep::cli

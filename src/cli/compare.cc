@@ -1,0 +1,189 @@
+// Arms side by side: each arm under each seed is a run of its own, in NAME/ARM/seed_N.
+#include "recipe/compare.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <optional>
+
+#include "base/text.h"
+#include "cli/arms.h"
+#include "cli/columns.h"
+#include "cli/log.h"
+#include "cli/session.h"
+#include "cli/verbs.h"
+#include "model/config_json.h"
+#include "model/json.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// One arm under one seed.
+struct Cell {
+  std::string arm;
+  recipe::Recipe recipe;
+  fs::path folder;
+  double full_code_bytes = 0;
+  bool ended = false;
+};
+
+/// Whoever interrupts is told that nothing is lost.
+extern "C" void interrupted(int) {
+  constexpr char kText[] = "\nlockstep: interrupted; the same command goes on from here\n";
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kText, sizeof kText - 1);
+  ::_exit(130);
+}
+
+/// Refuses what could not run, and a folder in which a run of another recipe lies.
+void check(Cell& cell) {
+  const ModelConfig model = value_or_throw(read_config(recipe::find(cell.recipe.model, "model")));
+  Arm arm = checked_arm(cell.recipe, model);
+  cell.full_code_bytes = static_cast<double>(recipe::full_code_bytes(model));
+  if (!fs::exists(cell.folder / "recipe.toml")) return;
+  const std::string before = value_or_throw(read_text(cell.folder / "recipe.toml"));
+  recipe::Recipe now = cell.recipe;
+  if (now.arm.kv_exponents.empty()) {  // calibrated when the run began
+    now.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
+    arm = bind(now.arm, model, now.rollout, now.rl);
+  }
+  std::string different = recipe::differences(before, recipe::resolved(now, arm.contract.id()));
+  std::replace(different.begin(), different.end(), '\n', ';');
+  if (!different.empty()) {
+    throw Usage(cat({cell.folder.string(), " began with another recipe (", different,
+                     " before / now); go on with that one, or give this comparison another "
+                     "--run"}));
+  }
+  cell.ended = has_ended(cell.folder, cell.recipe.schedule.steps);
+}
+
+/// All runs, seed by seed, so that an interrupted comparison has whole rows of few seeds.
+std::vector<Cell> cells_of(const recipe::Comparison& comparison, const fs::path& root) {
+  std::vector<Cell> cells;
+  for (std::int32_t number = 0; number < comparison.seeds; ++number) {
+    for (const std::string& arm : comparison.arms) {
+      Cell cell{.arm = arm, .recipe = {}, .folder = {}};
+      try {
+        cell.recipe = comparison.recipe(arm, number);
+        cell.folder = root / arm / cat({"seed_", cell.recipe.schedule.seed});
+        check(cell);
+      } catch (const Error& error) {
+        const std::string what = error.what();
+        throw Usage(what.find(arm) == std::string::npos ? cat({"arm ", arm, ": ", what}) : what);
+      }
+      cells.push_back(std::move(cell));
+    }
+  }
+  return cells;
+}
+
+/// The runs that are still to be done. Returns why some could not go on, a line each.
+std::vector<std::string> run_all(const std::vector<Cell>& cells) {
+  std::vector<std::string> stopped;
+  const auto left =
+      std::count_if(cells.begin(), cells.end(), [](const Cell& c) { return !c.ended; });
+  if (const auto ended = std::ssize(cells) - left; ended > 0) {
+    info(cat({ended, " of ", cells.size(), " runs have ended before and are not repeated"}));
+  }
+  const double began = seconds();
+  std::int64_t done = 0;
+  for (const Cell& cell : cells) {
+    if (cell.ended) continue;
+    info("");
+    const double each = (seconds() - began) / static_cast<double>(std::max<std::int64_t>(done, 1));
+    const std::string name = cell.arm + cat({", seed ", cell.recipe.schedule.seed});
+    info(cat({name, ", run ", done + 1, " of ", left,
+              done == 0 ? std::string()
+                        : cat({", about ", std::ceil(each * static_cast<double>(left - done) / 60),
+                               " min left"})}));
+    try {
+      run_shown(cell.recipe, cell.folder, name);
+    } catch (const Error& error) {
+      // An arm whose loss is no number any more is a finding; the others are still to be seen.
+      stopped.push_back(cat({name, " stopped: ", error.what()}));
+      warn(stopped.back());
+    }
+    ++done;
+  }
+  return stopped;
+}
+
+std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
+                                 const std::vector<Cell>& cells) {
+  std::vector<ArmFigures> arms;
+  for (const std::string& arm : comparison.arms) {
+    std::vector<instruments::RunData> runs;
+    double full = 0;
+    for (const Cell& cell : cells) {
+      if (cell.arm != arm || !fs::exists(cell.folder / "metrics.jsonl")) continue;
+      try {
+        runs.push_back(read_shown(cell.folder));
+      } catch (const Error&) {
+        continue;  // it stopped in its first step
+      }
+      if (!has_ended(cell.folder, cell.recipe.schedule.steps)) runs.back().verdict = "bad: stopped";
+      full = cell.full_code_bytes;
+    }
+    if (!runs.empty()) arms.push_back(figures_of(arm, runs, full));
+  }
+  return arms;
+}
+
+/// Where the gaps stand, smallest first, and each arm's reason for concern.
+std::string closing(std::vector<ArmFigures> arms) {
+  std::string out;
+  for (const ArmFigures& arm : arms) {
+    if (arm.verdict.size() > 2) out += arm.arm + ": " + arm.verdict + "\n";
+  }
+  std::stable_sort(arms.begin(), arms.end(), [](const ArmFigures& a, const ArmFigures& b) {
+    return a.gap_last.mean < b.gap_last.mean;
+  });
+  out += "By gap:";
+  for (const ArmFigures& arm : arms) {
+    out += (&arm == &arms.front() ? " " : " < ") + arm.arm;
+  }
+  return out + "\n";
+}
+
+}  // namespace
+
+int compare(const CompareArgs& args) {
+  const double began = seconds();
+  recipe::Comparison comparison;
+  try {
+    comparison = recipe::read_comparison(recipe::find(args.recipe, "the recipe"), args.assignments,
+                                         args.arms, args.seeds);
+  } catch (const Error& error) {
+    throw Usage(error.what());
+  }
+  const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
+  const std::vector<Cell> cells = cells_of(comparison, root);
+  const recipe::Recipe& first = cells.front().recipe;
+  info(cat({comparison.arms.size(), " arms x ", comparison.seeds, " seeds of ",
+            first.schedule.steps, " steps of ", first.schedule.prompts_per_step, " prompts x ",
+            first.schedule.samples_per_prompt, " samples on ", first.model, ", in ",
+            root.string()}));
+  std::signal(SIGINT, interrupted);
+  std::signal(SIGTERM, interrupted);
+  const std::vector<std::string> stopped = run_all(cells);
+
+  const std::vector<ArmFigures> arms = read_all(comparison, cells);
+  if (arms.empty()) throw Error("no run has done a step: " + stopped.front());
+  const double took = seconds() - began;
+  write_summary(root, arms, first.rollout.drift, took, true);
+  print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
+             comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
+        comparison_table(arms) + "\n" + closing(arms));
+  print(cat({"Drift: noise of relative size ", first.rollout.drift.noise,
+             " on every block output of the rollout, set by the recipe.\nTime: ", std::round(took),
+             " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
+  report({.runs = {root.string()}, .out = "", .figures = ""});
+  for (const std::string& line : stopped) error(line);
+  return stopped.empty() ? 0 : 1;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,164 @@
+"""`lockstep compare`: what it refuses before anything starts, and that a killed one goes on."""
+
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROGRAM = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", ROOT / "build")).resolve() / "lockstep"
+ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+BASE = """defaults = "recipes/demo.toml"
+[schedule]
+steps = 3
+prompts = 4
+samples = 4
+save_every = 1
+[rollout]
+max_new_tokens = 48
+[eval]
+prompts = 4
+"""
+STUDY = BASE + """[compare]
+arms = ["naive", "scale"]
+seeds = 2
+[variant.scale]
+arm = "trace"
+guide.mode = "rollout_scale"
+"""
+
+
+def compare(tmp_path, *args, text=STUDY):
+    recipe = tmp_path / "study.toml"
+    recipe.write_text(text)
+    return [PROGRAM, "compare", recipe, *args, "--run", tmp_path / "run"]
+
+
+def run(command):
+    return subprocess.run(list(map(str, command)), env=ENV, text=True, capture_output=True,
+                          timeout=300)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a, b):
+    """Metrics but for what a clock says."""
+    def strip(line):
+        return {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))}
+    return [strip(x) for x in a] == [strip(x) for x in b]
+
+
+def test_killed_comparison_goes_on(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = run(compare(tmp_path / "a"))
+    assert whole.returncode == 0, whole.stderr
+
+    # Killed once a run of the second seed has begun; by then two are complete.
+    part = tmp_path / "b/run/naive/seed_2/metrics.jsonl"
+    process = subprocess.Popen(list(map(str, compare(tmp_path / "b"))), env=ENV,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for _ in range(3000):
+        if part.exists() and part.read_text().count("\n") >= 1:
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert "the same command goes on" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    first = tmp_path / "b/run/naive/seed_1/metrics.jsonl"
+    stamp = first.stat().st_mtime_ns
+
+    again = run(compare(tmp_path / "b"))
+    assert again.returncode == 0, again.stderr
+    assert "have ended before and are not repeated" in again.stderr
+    assert first.stat().st_mtime_ns == stamp
+    for arm in ["naive", "scale"]:
+        for seed in ["seed_1", "seed_2"]:
+            assert same(lines(tmp_path / "a/run" / arm / seed), lines(tmp_path / "b/run" / arm / seed))
+
+    # The same prompts and draws for every arm of a seed; others under another seed.
+    naive = [lines(tmp_path / "a/run/naive" / s)[0] for s in ["seed_1", "seed_2"]]
+    scale = lines(tmp_path / "a/run/scale/seed_1")[0]
+    assert naive[0]["critic/rewards/mean"] == scale["critic/rewards/mean"]
+    assert not same(naive[:1], naive[1:])
+
+    for where in ["a", "b"]:
+        summary = json.loads((tmp_path / where / "run/summary.json").read_text())
+        assert list(summary["arms"]) == ["naive", "scale"]
+        for arm in summary["arms"].values():
+            assert arm["seeds"] == [1, 2] and arm["verdict"] == "ok"
+            for field in ["reward_first", "reward_last", "gap_mean_first", "gap_mean_last",
+                          "gap_p99_last", "eval", "gap_median", "gap_max", "gap_growth",
+                          "bytes_per_token", "bytes_per_token_full", "tokens_per_s"]:
+                assert arm[field] >= 0 and arm["spread"][field] is not None, field
+        assert summary["arms"]["naive"]["covered_frac"] is None
+        assert summary["arms"]["scale"]["covered_frac"] == 1
+        assert (tmp_path / where / "run/report.html").stat().st_size > 10000
+    both = [json.loads((tmp_path / w / "run/summary.json").read_text())["arms"] for w in "ab"]
+    for arm in ["naive", "scale"]:
+        assert both[0][arm]["gap_mean_last"] == both[1][arm]["gap_mean_last"]
+    # The mean over seeds of what the runs' own lines say.
+    gap = "train/train_rollout_logprob_abs_diff"
+    means = [sum(x[gap] for x in lines(tmp_path / "a/run/naive" / s)) / 3
+             for s in ["seed_1", "seed_2"]]
+    assert both[0]["naive"]["gap_mean_last"] == pytest.approx(sum(means) / 2)
+    assert both[0]["naive"]["spread"]["gap_mean_last"] == pytest.approx(
+        abs(means[0] - means[1]) / 2 ** 0.5)
+
+    # The same folder under another recipe is refused before anything runs.
+    other = run([*compare(tmp_path / "a"), "trainer.lr=0.5"])
+    assert other.returncode == 2 and "trainer.lr" in other.stderr
+    assert "naive/seed_1" in other.stderr and len(other.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text, args, words", [
+    (BASE, [], ["names no arms", "--arms"]),
+    (STUDY, ["--arms", "naive,trase"], ["trase", "trace"]),
+    (STUDY, ["--arms", "naive,naive"], ["naive", "twice"]),
+    (STUDY, ["--seeds", "0"], ["--seeds", "0"]),
+    (STUDY, ["arm=naive"], ["--arms"]),
+    (STUDY, ["trainer.lrr=1"], ["trainer.lrr", "trainer.lr"]),
+    (STUDY, ["guide.layers=0,9"], ["layer 9"]),
+    # The last arm of the list is at fault: nothing of the first has run.
+    (STUDY.replace("rollout_scale", "lbs"), [], ["guide.mode", "lbs", "did you mean lsb?"]),
+    (STUDY.replace('guide.mode = "rollout_scale"', "qat.k = false"), [], ["qat.k", "scale"]),
+    (STUDY.replace("seeds = 2", "seeds = 0"), [], ["compare.seeds", "study.toml:13"]),
+    (STUDY.replace("seeds = 2", "seds = 2"), [], ["compare.seds"]),
+    (STUDY.replace("variant.scale", 'variant."../x"'), [], ["cannot name an arm"]),
+    (STUDY.replace("recipes/demo.toml", "no/such.toml"), [], ["defaults", "no/such.toml"]),
+])
+def test_bad_comparison_is_refused_in_one_line(tmp_path, text, args, words):
+    done = run([*compare(tmp_path, text=text), *args])
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_arm_that_stops_does_not_end_the_comparison(tmp_path):
+    # Somebody else holds the first run's folder.
+    folder = tmp_path / "run/naive/seed_1"
+    folder.mkdir(parents=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run([*compare(tmp_path), "--seeds", "1", "schedule.steps=1"])
+    assert done.returncode == 1
+    assert "naive, seed 1 stopped" in done.stderr.splitlines()[-1]
+    assert list(json.loads((tmp_path / "run/summary.json").read_text())["arms"]) == ["scale"]
+
+
+def test_train_takes_a_variant(tmp_path):
+    recipe = tmp_path / "study.toml"
+    recipe.write_text(STUDY)
+    done = run([PROGRAM, "train", recipe, "arm=scale", "schedule.steps=1", "--run", tmp_path / "run"])
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "run/recipe.toml").read_text()
+    assert 'arm = "trace"' in text and 'mode = "rollout_scale"' in text
