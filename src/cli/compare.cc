@@ -51,7 +51,8 @@ void check(Cell& cell) {
     now.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
     arm = bind(now.arm, model, now.rollout, now.rl);
   }
-  std::string different = recipe::differences(before, recipe::resolved(now, arm.contract.id()));
+  std::string different = recipe::differences(before, recipe::resolved(now, arm.contract.id()),
+                                              (cell.folder / "recipe.toml").string());
   std::replace(different.begin(), different.end(), '\n', ';');
   if (!different.empty()) {
     throw Usage(cat({cell.folder.string(), " began with another recipe (", different,

@@ -68,11 +68,18 @@ void read_seeds(const Entry& entry, Comparison& comparison) {
 Sections split(std::vector<Entry> entries) {
   Sections sections;
   for (Entry& entry : entries) {
+    const bool empty = std::holds_alternative<Empty>(entry.value);
+    if (empty && (entry.name == "compare" || entry.name == "variant")) continue;
     if (const std::string key = within(entry.name, "compare"); !key.empty()) {
       entry.name = key;
       sections.compare.push_back(std::move(entry));
     } else if (const std::string rest = within(entry.name, "variant"); !rest.empty()) {
       const std::size_t dot = rest.find('.');
+      if (dot == std::string::npos && empty) {
+        check_label(rest, entry.where);
+        sections.variants[rest];
+        continue;
+      }
       if (dot == std::string::npos) {
         throw Error(cat({entry.where, ": ", entry.name,
                          " is no table; write [variant.LABEL] and the keys that it changes"}));
