@@ -4,8 +4,9 @@
         capture.read(token_ids)                # one sequence after the other
     capture.save("transformers.safetensors")
 
-or `python -m lockstep.hf MODEL SEQUENCES.jsonl --out transformers.safetensors`, with rows as
-`lockstep rollout --score` reads them, of token ids.
+or `PYTHONPATH=python python3 -m lockstep.hf MODEL SEQUENCES.jsonl --out transformers.safetensors`,
+with rows as `lockstep rollout --score` reads them, of token ids. Needs torch, transformers and
+safetensors.
 """
 import argparse
 import json
