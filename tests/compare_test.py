@@ -96,8 +96,9 @@ def test_killed_comparison_goes_on(tmp_path):
             assert arm["seeds"] == [1, 2] and arm["verdict"].split(":")[0] in ["ok", "watch", "bad"]
             for field in ["reward_first", "reward_last", "gap_mean_first", "gap_mean_last",
                           "gap_p99_last", "eval", "gap_median", "gap_max", "gap_growth",
-                          "bytes_per_token", "bytes_per_token_full", "tokens_per_s"]:
+                          "bytes_per_token", "tokens_per_s"]:
                 assert arm[field] >= 0 and arm["spread"][field] is not None, field
+            assert arm["bytes_per_token_full"] > arm["bytes_per_token"]
         assert summary["arms"]["naive"]["covered_frac"] is None
         assert summary["arms"]["scale"]["covered_frac"] == 1
         assert (tmp_path / where / "run/report.html").stat().st_size > 10000
