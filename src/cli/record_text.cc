@@ -26,8 +26,11 @@ std::string hex_byte(std::uint32_t value) {
 
 /// The scale of block j: byte and value, or its two known bits.
 std::string scale_text(const RowLayout& layout, std::span<const std::byte> scales, std::int32_t j) {
-  if (layout.encoding == Encoding::kLsbScaleMod4) {
-    return cat({"scale = ", byte_at(scales, j / 4) >> 2 * (j % 4) & 3, " mod 4"});
+  if (layout.encoding == Encoding::kLsbScaleMod4 || layout.encoding == Encoding::kLsbScaleMod4Map) {
+    const std::uint32_t residue = byte_at(scales, j / 4) >> 2 * (j % 4) & 3;
+    if (layout.map_bytes() == 0) return cat({"scale = ", residue, " mod 4"});
+    const bool four = (byte_at(scales, layout.scale_bytes() + j / 8) >> j % 8 & 1) != 0;
+    return cat({"scale = ", residue, " mod 4, mapped to ", four ? 4 : 6});
   }
   const auto byte = static_cast<std::uint8_t>(byte_at(scales, j));
   const float value = layout.block == kMxBlock ? to_float(static_cast<E8m0>(byte))
@@ -75,6 +78,7 @@ const char* encoding_name(Encoding encoding) {
     case Encoding::kNone: return "none";
     case Encoding::kScale: return "scale";
     case Encoding::kLsbScaleMod4: return "lsb_scale_mod4";
+    case Encoding::kLsbScaleMod4Map: return "lsb_scale_mod4_map";
     case Encoding::kLsb: return "lsb";
     case Encoding::kCodes: return "codes";
     case Encoding::kExperts8: return "experts8";
@@ -88,8 +92,8 @@ std::string record_text(const RowLayout& layout, std::span<const std::byte> row)
   std::string text = encoding_name(layout.encoding);
   if (layout.scale_bytes() == 0) return text + ":" + plain_text(layout, row) + "\n";
   text += cat({": ", layout.width, " elements in blocks of ", layout.block});
-  const auto exponents =
-      row.subspan(static_cast<std::size_t>(layout.element_bytes() + layout.scale_bytes()));
+  const auto exponents = row.subspan(
+      static_cast<std::size_t>(layout.element_bytes() + layout.scale_bytes() + layout.map_bytes()));
   for (std::int32_t i = 0; i < layout.exponent_bytes(); ++i) {
     text += cat({i == 0 ? ", n = " : ", ", static_cast<std::int8_t>(byte_at(exponents, i))});
   }

@@ -211,7 +211,7 @@ void Chunk::guide(std::size_t mode, PlaceDiff& sum) {
     left.defined = false;
     return;
   }
-  const RowLayout kept = layout(encoding_for(kModes[mode]));
+  const RowLayout kept = layout(encoding_for(kModes[mode], args_.rule));
   const std::vector<std::uint8_t> record = records(kept);
   kernels::guide({.x = rows_of(args_.b),
                   .rule = args_.rule,

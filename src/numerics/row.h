@@ -1,11 +1,14 @@
 /// A record: what the rollout keeps of one token at one site, and what the trainer does with it.
 ///
-/// A record is one row of bytes: elements, then block scales, then the row's global exponent.
+/// A record is one row of bytes: elements, block scales, map bits where there are any, then the
+/// row's global exponents.
 /// The layout is defined here and not in record/, because a CUDA kernel writes it while it
 /// quantizes. docs/formats/record.md draws it, with an example that a test reads.
 #pragma once
 
 #include <cstdint>
+
+#include "numerics/quantizer.h"
 
 namespace lockstep {
 
@@ -28,6 +31,7 @@ enum class Encoding : std::uint8_t {
   kExperts8,   // ids of the chosen experts, where there are at most 256
   kExperts16,  // little-endian
   kBf16,
+  kLsbScaleMod4Map,  // kLsbScaleMod4 and, of each block, whether its largest element became 4
 };
 
 constexpr Encoding encoding_for(Guidance guidance) {
@@ -42,6 +46,12 @@ constexpr Encoding encoding_for(Guidance guidance) {
   return Encoding::kNone;
 }
 
+/// Four over six makes a residue ambiguous: the record says which map it belongs to.
+constexpr Encoding encoding_for(Guidance guidance, const Quantizer& rule) {
+  const bool maps = guidance == Guidance::kLsbScaleMod4 && rule.four_over_six != FourOverSix::kOff;
+  return maps ? Encoding::kLsbScaleMod4Map : encoding_for(guidance);
+}
+
 struct RowLayout {
   Encoding encoding = Encoding::kNone;
   std::int32_t width = 0;   // elements in the row; for kExperts*, experts per token
@@ -52,9 +62,12 @@ struct RowLayout {
 
   constexpr std::int32_t element_bytes() const { return (width * element_bits() + 7) / 8; }
   constexpr std::int32_t scale_bytes() const { return (width / block * scale_bits() + 7) / 8; }
+  constexpr std::int32_t map_bytes() const {
+    return encoding == Encoding::kLsbScaleMod4Map ? (width / block + 7) / 8 : 0;
+  }
   constexpr std::int32_t exponent_bytes() const { return scale_bits() > 0 ? exponents : 0; }
   constexpr std::int32_t bytes() const {
-    return element_bytes() + scale_bytes() + exponent_bytes();
+    return element_bytes() + scale_bytes() + map_bytes() + exponent_bytes();
   }
   friend constexpr bool operator==(const RowLayout&, const RowLayout&) = default;
 
@@ -62,7 +75,8 @@ struct RowLayout {
   constexpr std::int32_t element_bits() const {
     switch (encoding) {
       case Encoding::kLsb:
-      case Encoding::kLsbScaleMod4: return 1;
+      case Encoding::kLsbScaleMod4:
+      case Encoding::kLsbScaleMod4Map: return 1;
       case Encoding::kCodes: return 4;
       case Encoding::kExperts8: return 8;
       case Encoding::kExperts16:
@@ -77,7 +91,8 @@ struct RowLayout {
       case Encoding::kScale:
       case Encoding::kLsb:
       case Encoding::kCodes: return 8;
-      case Encoding::kLsbScaleMod4: return 2;
+      case Encoding::kLsbScaleMod4:
+      case Encoding::kLsbScaleMod4Map: return 2;
       case Encoding::kNone:
       case Encoding::kExperts8:
       case Encoding::kExperts16:
@@ -91,5 +106,7 @@ struct RowLayout {
 static_assert(RowLayout{Encoding::kLsb, 2048}.bytes() == 2048 * 3 / 2 / 8 + 1);
 static_assert(RowLayout{Encoding::kLsbScaleMod4, 2048}.bytes() == 2048 * 9 / 8 / 8 + 1);
 static_assert(RowLayout{Encoding::kCodes, 2048}.bytes() == 2048 * 9 / 2 / 8 + 1);
+
+static_assert(RowLayout{Encoding::kLsbScaleMod4Map, 2048}.bytes() == 2048 * 19 / 16 / 8 + 1);
 
 }  // namespace lockstep

@@ -29,6 +29,11 @@ constexpr bool is_saturated(float amax, std::int32_t n) {
   return amax * power_of_two(-n) > 464.0f * 6.0f;
 }
 
+/// n of a row, a slot or a matrix with this amax under a power-of-two rule.
+constexpr std::int32_t own_exponent(const Quantizer& rule, float amax) {
+  return rule.denominator == 256 ? global_exponent_of_256(amax) : global_exponent(amax);
+}
+
 /// The global scale of a row or a matrix in the forms that the rules use. Under a power of two
 /// they are 2^-n and 2^n; without a global scale both are 1.
 struct GlobalNumbers {
@@ -47,7 +52,7 @@ constexpr GlobalNumbers global_of_exponent(std::int32_t n) {
 constexpr GlobalNumbers global_of_amax(const Quantizer& rule, float amax) {
   if (rule.is_mx() || rule.global == GlobalScale::kNone) return {};
   if (rule.global_is_power_of_two) {
-    GlobalNumbers global = global_of_exponent(global_exponent(amax));
+    GlobalNumbers global = global_of_exponent(own_exponent(rule, amax));
     global.amax = amax;
     return global;
   }

@@ -7,7 +7,7 @@ Encoding Agreement::encoding(Place place) const {
     if (!guide.replay_experts) return Encoding::kNone;
     return model.num_experts <= 256 ? Encoding::kExperts8 : Encoding::kExperts16;
   }
-  return guide.follows(place) ? encoding_for(guide.mode) : Encoding::kNone;
+  return guide.follows(place) ? encoding_for(guide.mode, rule(place.site)) : Encoding::kNone;
 }
 
 RowLayout Agreement::layout(Place place, Encoding encoding) const {

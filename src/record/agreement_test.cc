@@ -123,11 +123,12 @@ Bytes example(const RowLayout& layout, std::int8_t second_exponent = 0) {
 
 TEST(RecordFormat, TheDocumentsExamplesAreWhatIsWritten) {
   std::map<std::string, Bytes> rows = rows_in("docs/formats/record.md");
-  ASSERT_EQ(rows.size(), 9u);
+  ASSERT_EQ(rows.size(), 10u);
   EXPECT_EQ(rows["codes"], example({Encoding::kCodes, 32, 16, 1}));
   EXPECT_EQ(rows["scale"], example({Encoding::kScale, 32, 16, 1}));
   EXPECT_EQ(rows["lsb"], example({Encoding::kLsb, 32, 16, 1}));
   EXPECT_EQ(rows["lsb_scale_mod4"], example({Encoding::kLsbScaleMod4, 32, 16, 1}));
+  EXPECT_EQ(rows["lsb_scale_mod4_map"], example({Encoding::kLsbScaleMod4Map, 32, 16, 1}));
   EXPECT_EQ(rows["k_lsb"], example({Encoding::kLsb, 32, 16, 0}));
   EXPECT_EQ(rows["w2_in_lsb"], example({Encoding::kLsb, 32, 16, 2}, 2));
 }

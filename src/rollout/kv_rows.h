@@ -11,7 +11,8 @@ namespace lockstep::rollout {
 
 /// Writes the record of one token at `out`, layout.bytes() long. `row` is its row in the cache: a
 /// kCodes record without exponent, of layout.width elements in blocks of layout.block.
-/// Requires an encoding that codes give (kScale, kLsb, kLsbScaleMod4, kCodes), layout.width % 16 ==
+/// Requires an encoding that codes give (kScale, kLsb, kLsbScaleMod4 with or
+/// without maps, kCodes), layout.width % 16 ==
 /// 0 and no exponents.
 void record_from_row(const std::byte* row, const RowLayout& layout, std::byte* out);
 

@@ -29,6 +29,7 @@ std::int64_t get_32(std::span<const std::byte> bytes, std::size_t at) {
 static_assert(static_cast<int>(Site::kW13In) == 0 && static_cast<int>(Site::kRouter) == 4);
 static_assert(static_cast<int>(Encoding::kScale) == 1 && static_cast<int>(Encoding::kLsb) == 3);
 static_assert(static_cast<int>(Encoding::kCodes) == 4 && static_cast<int>(Encoding::kBf16) == 7);
+static_assert(static_cast<int>(Encoding::kLsbScaleMod4Map) == 8);
 
 /// The frame whose header these 24 bytes are; nothing where they are none.
 std::optional<Frame> parse_frame(std::span<const std::byte> bytes, std::int64_t offset) {
@@ -55,7 +56,7 @@ bool parse_layout(std::span<const std::byte> bytes, std::size_t at, Place& place
   const std::int64_t block = get_32(bytes, at + 12);
   const std::int64_t exponents = get_32(bytes, at + 16);
   if (layer >= Schema::kMaxLayers || site > static_cast<int>(Site::kRouter)) return false;
-  if (encoding > static_cast<int>(Encoding::kBf16)) return false;
+  if (encoding > static_cast<int>(Encoding::kLsbScaleMod4Map)) return false;
   if (width > kMaxWidth || block < 1 || block > kMaxWidth || exponents > kMaxWidth) return false;
   place = {Layer{static_cast<std::int32_t>(layer)}, static_cast<Site>(site)};
   layout = {static_cast<Encoding>(encoding), static_cast<std::int32_t>(width),

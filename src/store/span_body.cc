@@ -84,10 +84,11 @@ void Column::resize(std::int64_t rows) {
 namespace {
 
 constexpr std::size_t slot(Place place, Encoding encoding) {
-  return static_cast<std::size_t>(place.layer.value) << 6 |
-         static_cast<std::size_t>(place.site) << 3 | static_cast<std::size_t>(encoding);
+  return static_cast<std::size_t>(place.layer.value) << 7 |
+         static_cast<std::size_t>(place.site) << 4 | static_cast<std::size_t>(encoding);
 }
-static_assert(static_cast<int>(Site::kRouter) < 8 && static_cast<int>(Encoding::kBf16) < 8);
+static_assert(static_cast<int>(Site::kRouter) < 8 &&
+              static_cast<int>(Encoding::kLsbScaleMod4Map) < 16);
 
 }  // namespace
 

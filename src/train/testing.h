@@ -79,8 +79,10 @@ class RandomTrace final : public TraceSource {
       }
       return;
     }
-    const int elements = layout.element_bytes(), scales = elements + layout.scale_bytes();
-    const bool residues = layout.encoding == Encoding::kLsbScaleMod4;
+    const int elements = layout.element_bytes(),
+              scales = elements + layout.scale_bytes() + layout.map_bytes();
+    const bool residues =
+        layout.encoding == Encoding::kLsbScaleMod4 || layout.encoding == Encoding::kLsbScaleMod4Map;
     for (int i = 0; i < layout.bytes(); ++i) {
       const std::uint32_t w = word(i);
       if (i < elements) {

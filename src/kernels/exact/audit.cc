@@ -135,11 +135,12 @@ void audit(const AuditArgs& args, Stream) {
       const std::int64_t first = c / shape.span * shape.span;
       const bool own_n = args.rule.global == GlobalScale::kPerToken;
       const std::int32_t n =
-          own_n ? global_exponent(row_amax(x + first, shape.span)) : args.exponent;
+          own_n ? own_exponent(args.rule, row_amax(x + first, shape.span)) : args.exponent;
       const auto recorded_n =
           static_cast<std::int8_t>(layout.exponents > 0 ? exponents[at / shape.span]
                                                         : static_cast<std::uint8_t>(args.exponent));
-      const std::uint8_t own = scale_byte(args.rule, row_amax(x + c, block), global_of_exponent(n));
+      const std::uint8_t own =
+          block_byte(x + c, row_amax(x + c, block), args.rule, global_of_exponent(n));
       const auto value = [&](std::uint8_t byte, std::int32_t exponent) {
         return args.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
                                  : scale_value(static_cast<E4m3>(byte), exponent);

@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "kernels/exact/guide_rows.h"
 #include "kernels/exact/quantize_rows.h"
+#include "numerics/four_over_six.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -43,11 +44,13 @@ Shape shape_of(const GuideArgs& args) {
 
 void check_rule(const Quantizer& rule, Guidance guidance) {
   require(rule.element == Element::kE2m1, {"guide: the rule does not quantize to e2m1"});
-  require(rule.four_over_six == FourOverSix::kOff && rule.tie == Tie::kEven &&
-              rule.sign_of_zero == SignOfZero::kDropped && rule.code_rule == CodeRule::kExact,
+  require(rule.tie == Tie::kEven && rule.sign_of_zero == SignOfZero::kDropped &&
+              rule.code_rule == CodeRule::kExact,
           {"guide: the rule is another stack's dialect; guided rounding is defined for contracts "
            "lockstep and mx-*"});
+  const bool four_over_six = rule.four_over_six != FourOverSix::kOff;
   if (rule.is_mx()) {
+    require(!four_over_six, {"guide: MXFP4 has no four over six"});
     require(rule.block == 32, {"guide: MXFP4 has blocks of ", rule.block, ", must be 32"});
     require(guidance != Guidance::kLsbScaleMod4,
             {"guide: MXFP4 has no residues mod 4: record one bit with the scale (lsb)"});
@@ -55,8 +58,8 @@ void check_rule(const Quantizer& rule, Guidance guidance) {
   }
   require(rule.block == 16, {"guide: NVFP4 has blocks of ", rule.block, ", must be 16"});
   require(
-      rule.scale == ScaleFormat::kE4m3 && rule.global_is_power_of_two && rule.denominator == 448 &&
-          rule.zero_block == ZeroBlock::kZero,
+      rule.scale == ScaleFormat::kE4m3 && rule.global_is_power_of_two &&
+          rule.denominator == (four_over_six ? 256 : 448) && rule.zero_block == ZeroBlock::kZero,
       {"guide: guided rounding needs e4m3 scales under a power-of-two global scale, as contract "
        "lockstep has them"});
   require(rule.global == GlobalScale::kPerToken || rule.global == GlobalScale::kStatic ||
@@ -66,9 +69,10 @@ void check_rule(const Quantizer& rule, Guidance guidance) {
 
 void check_records(const GuideArgs& args, const Shape& shape) {
   const RowLayout& layout = args.layout;
-  require(layout.encoding == encoding_for(args.guidance),
+  const Encoding wanted = encoding_for(args.guidance, args.rule);
+  require(layout.encoding == wanted,
           {"guide: layout.encoding is ", static_cast<int>(layout.encoding),
-           ", this guidance reads ", static_cast<int>(encoding_for(args.guidance))});
+           ", this guidance reads ", static_cast<int>(wanted)});
   require(layout.block == args.rule.block,
           {"guide: layout.block is ", layout.block, ", the rule's is ", args.rule.block});
   require(shape.cols > 0 && layout.width >= shape.cols && layout.width % shape.cols == 0 &&
@@ -116,13 +120,16 @@ void check(const GuideArgs& args, const Shape& shape) {
 struct Record {
   const std::uint8_t* elements = nullptr;
   const std::uint8_t* scales = nullptr;
+  const std::uint8_t* maps = nullptr;
   const std::int8_t* exponents = nullptr;
 };
 
 Record record_at(const GuideArgs& args, std::int64_t index) {
   const std::uint8_t* bytes = args.records.data + index * args.records.stride[0];
   const std::uint8_t* scales = bytes + args.layout.element_bytes();
-  return {bytes, scales, reinterpret_cast<const std::int8_t*>(scales + args.layout.scale_bytes())};
+  const std::uint8_t* maps = scales + args.layout.scale_bytes();
+  return {bytes, scales, maps,
+          reinterpret_cast<const std::int8_t*>(maps + args.layout.map_bytes())};
 }
 
 bool has_scale_bytes(Guidance guidance) {
@@ -221,7 +228,7 @@ class Worker {
     }
     GuideElements elements{.x = x, .out = out, .groups = shape_.span / 16};
     if (record == nullptr) {
-      own_scales(to_float(static_cast<Bf16>(amax)));
+      own_scales(x, to_float(static_cast<Bf16>(amax)));
     } else {
       elements.choice = choice_of(args_.guidance);
       const bool bits = elements.choice == Choice::kBit;
@@ -257,13 +264,14 @@ class Worker {
     put(block, mx_ ? to_float(static_cast<E8m0>(byte)) : scale_value(static_cast<E4m3>(byte), n));
   }
 
-  void own_scales(float amax) {
-    const std::int32_t n = args_.rule.global == GlobalScale::kPerToken ? global_exponent(amax)
+  void own_scales(const Bf16* x, float amax) {
+    const std::int32_t n = args_.rule.global == GlobalScale::kPerToken
+                               ? own_exponent(args_.rule, amax)
                            : args_.rule.global == GlobalScale::kStatic ? args_.exponent
                                                                        : matrix_exponent_;
     const GlobalNumbers global = global_of_exponent(n);
     for (std::int64_t b = 0; b < blocks_; ++b) {
-      put_byte(b, scale_byte(args_.rule, amax_of(b), global), n);
+      put_byte(b, block_byte(x + b * args_.rule.block, amax_of(b), args_.rule, global), n);
     }
   }
 
@@ -277,7 +285,9 @@ class Worker {
     for (std::int64_t b = 0; b < blocks_; ++b) {
       const std::int64_t at = first_block + b;
       const std::uint32_t residue = record.scales[at / 4] >> at % 4 * 2 & 3u;
-      put(b, scale_value(scale_of_residue(residue, scale_quotient(amax_of(b), n)), n));
+      const bool four = args_.layout.map_bytes() > 0 && (record.maps[at / 8] >> at % 8 & 1) != 0;
+      const float y = four ? scale_quotient_of_four(amax_of(b), n) : scale_quotient(amax_of(b), n);
+      put(b, scale_value(scale_of_residue(residue, y), n));
     }
   }
 
@@ -300,7 +310,7 @@ std::int32_t matrix_exponent(const GuideArgs& args) {
     const float row = row_amax(args.x.data + r * args.x.stride[0], args.x.shape[1]);
     if (is_finite(row)) amax = std::max(amax, row);
   }
-  return global_exponent(amax);
+  return own_exponent(args.rule, amax);
 }
 
 }  // namespace

@@ -21,6 +21,12 @@ constexpr Quantizer mx_rule(ScaleRule rule) {
   return {.element = Element::kE2m1, .block = 32, .scale = ScaleFormat::kE8m0, .scale_rule = rule};
 }
 
+constexpr Quantizer four_over_six(Quantizer rule, FourOverSix metric) {
+  rule.denominator = 256;
+  rule.four_over_six = metric;
+  return rule;
+}
+
 template <typename T>
 TensorView<T, 2> matrix(std::vector<T>& data, std::int64_t rows, std::int64_t cols) {
   return {data.data(), {rows, cols}, {cols, 1}, {}};

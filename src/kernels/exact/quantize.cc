@@ -57,7 +57,9 @@ void check_records(const QuantizeArgs& args, std::int64_t rows, std::int64_t col
   require(layout.exponents == 0 || layout.exponents == slots,
           {"quantize: layout.exponents is ", layout.exponents, ", must be 0 or ", slots,
            ", one a row"});
-  require(layout.encoding != Encoding::kLsbScaleMod4 || args.rule.global_is_power_of_two,
+  require((layout.encoding != Encoding::kLsbScaleMod4 &&
+           layout.encoding != Encoding::kLsbScaleMod4Map) ||
+              args.rule.global_is_power_of_two,
           {"quantize: residues mod 4 need a power-of-two global scale"});
   require_shape(args.records, "records", rows / slots, layout.bytes());
 }
@@ -78,8 +80,13 @@ void check(const QuantizeArgs& args) {
               (rule.scale_rule >= ScaleRule::kMxFloor && rule.scale_rule <= ScaleRule::kMxRceil),
           {"quantize: rule.scale_rule is ", name_of(rule.scale_rule), ", rule.scale is ",
            name_of(rule.scale), "; the mx rules and e8m0 belong together"});
-  require(rule.four_over_six == FourOverSix::kOff,
-          {"quantize: rule.four_over_six is on, which this build does not know"});
+  require(
+      rule.four_over_six == FourOverSix::kOff ||
+          (rule.scale == ScaleFormat::kE4m3 && rule.scale_rule == ScaleRule::kExact &&
+           rule.code_rule == CodeRule::kExact && rule.tie == Tie::kEven && rule.denominator == 256),
+      {"quantize: rule.four_over_six needs e4m3 scales of denominator 256 under a power-of-two "
+       "global scale, as contract lockstep has them; denominator is ",
+       rule.denominator});
   require(args.x.empty() || args.x_f32.empty(), {"quantize: x and x_f32 are both given"});
   require(args.x.device.kind == Device::Kind::kCpu && args.x_f32.device.kind == Device::Kind::kCpu,
           {"quantize: x is on a CUDA device, this build quantizes on the CPU"});

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/exact/quantize_rows.h"
+#include "numerics/four_over_six.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -40,12 +41,26 @@ float row_amax(const T* x, std::int64_t cols) {
 }
 
 template <typename T>
+std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule,
+                        const GlobalNumbers& global) {
+  const std::uint8_t six = scale_byte(rule, amax, global);
+  if (rule.four_over_six == FourOverSix::kOff) return six;
+  const std::int32_t n = global.exponent;
+  const E4m3 four = block_scale_of_four(amax, n);
+  if (bits_of(four) == six) return six;
+  const bool better = four_loses_less(rule.four_over_six, rule.block,
+                                      scale_value(static_cast<E4m3>(six), n), scale_value(four, n),
+                                      [x](std::int32_t i) { return magnitude(value_of(x[i])); });
+  return better ? bits_of(four) : six;
+}
+
+template <typename T>
 void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts) {
   const std::int32_t block = rule.block;
   for (std::int64_t first = 0; first < row.cols; first += block) {
     const T* x = row.x + first;
     const float amax = amax_of(x, block);
-    const std::uint8_t byte = scale_byte(rule, amax, row.global);
+    const std::uint8_t byte = block_byte(x, amax, rule, row.global);
     const BlockCoder coder = block_coder(rule, byte, row.global);
     row.scales[first / block] = byte;
     for (std::int32_t i = 0; i < block; i += 2) {
@@ -57,6 +72,8 @@ void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& 
   }
 }
 
+template std::uint8_t block_byte(const Bf16*, float, const Quantizer&, const GlobalNumbers&);
+template std::uint8_t block_byte(const float*, float, const Quantizer&, const GlobalNumbers&);
 template float row_amax(const Bf16*, std::int64_t);
 template float row_amax(const float*, std::int64_t);
 template void encode_row(const EncodeRow<Bf16>&, const Quantizer&, QuantizeCounts&);

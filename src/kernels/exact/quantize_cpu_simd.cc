@@ -63,8 +63,20 @@ __attribute__((target("avx2"))) void nvfp4_scales(const std::uint16_t* amaxes, s
 
 /// Scales of up to kChunk blocks. Amaxes behind `count` are read in eights, as zeros.
 __attribute__((target("avx2"))) void make_scales(const Quantizer& rule, std::int32_t n,
-                                                 const std::uint16_t* amaxes, std::int64_t count,
-                                                 Scales& out) {
+                                                 const Bf16* x, const std::uint16_t* amaxes,
+                                                 std::int64_t count, Scales& out) {
+  if (rule.four_over_six != FourOverSix::kOff) {
+    // Which map is better is the definition's to say; codes follow from scales as ever.
+    const GlobalNumbers global = global_of_exponent(n);
+    for (std::int64_t j = 0; j < count; ++j) {
+      const float amax = to_float(static_cast<Bf16>(amaxes[j]));
+      const std::uint8_t byte = block_byte(x + j * rule.block, amax, rule, global);
+      const float value = scale_value(static_cast<E4m3>(byte), n);
+      out.bytes[static_cast<std::size_t>(j)] = byte;
+      out.values[static_cast<std::size_t>(j)] = byte == 0 ? float_of(0x7F800000u) : value;
+    }
+    return;
+  }
   if (rule.is_mx()) {
     const MxRule mx = rule.scale_rule == ScaleRule::kMxEven    ? MxRule::kEven
                       : rule.scale_rule == ScaleRule::kMxCeil  ? MxRule::kCeil
@@ -267,9 +279,9 @@ void encode_row(Simd simd, const EncodeRow<Bf16>& row, const Quantizer& rule,
   Scales scales;
   for (std::int64_t j = 0; j < blocks; j += kChunk) {
     const std::int64_t some = std::min(kChunk, blocks - j);
-    make_scales(rule, n, amaxes + j, some, scales);
-    std::memcpy(row.scales + j, scales.bytes.data(), static_cast<std::size_t>(some));
     const Bf16* x = row.x + j * rule.block;
+    make_scales(rule, n, x, amaxes + j, some, scales);
+    std::memcpy(row.scales + j, scales.bytes.data(), static_cast<std::size_t>(some));
     std::uint8_t* codes = row.codes + j * rule.block / 2;
     if (simd == Simd::kAvx512) {
       encode_avx512(x, rule.block, some, scales.values.data(), codes);

@@ -24,6 +24,11 @@ struct EncodeRow {
 template <typename T>
 float row_amax(const T* x, std::int64_t cols);
 
+/// The scale byte of a block of finite elements: scale_byte(), or the better of two under four over
+/// six.
+template <typename T>
+std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule, const GlobalNumbers& global);
+
 /// Codes and scales of a finite row. The definition.
 template <typename T>
 void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts);

@@ -41,6 +41,9 @@ TEST(Quantize, SimdReturnsTheDefinitionsBytesAndCounts) {
   Quantizer cache = kLockstep;
   cache.global = GlobalScale::kStatic;
   const std::vector<Quantizer> rules = {kLockstep,
+                                        four_over_six(kLockstep, FourOverSix::kMse),
+                                        four_over_six(kLockstep, FourOverSix::kMae),
+                                        four_over_six(cache, FourOverSix::kMse),
                                         cache,
                                         mx_rule(ScaleRule::kMxFloor),
                                         mx_rule(ScaleRule::kMxEven),

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "numerics/e2m1.h"
+#include "numerics/four_over_six.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -42,23 +42,35 @@ void write_mod4(const CodedRow& row, std::int32_t first, std::int32_t blocks, st
   }
 }
 
+/// Added to what is there, as residues are.
+void write_maps(const CodedRow& row, std::int32_t first, std::int32_t block, std::uint8_t* out) {
+  for (std::int32_t j = 0; j < row.cols / block; ++j) {
+    if (!is_mapped_to_four(row.codes + j * block / 2, block, row.scales[j])) continue;
+    const std::int32_t at = first + j;
+    out[at / 8] = static_cast<std::uint8_t>(out[at / 8] | 1u << (at % 8));
+  }
+}
+
 }  // namespace
 
 void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layout,
                   std::uint8_t* record) {
   const std::int32_t blocks = row.cols / layout.block;
   std::uint8_t* scales = record + layout.element_bytes();
-  std::uint8_t* exponents = scales + layout.scale_bytes();
+  std::uint8_t* maps = scales + layout.scale_bytes();
+  std::uint8_t* exponents = maps + layout.map_bytes();
   switch (layout.encoding) {
     case Encoding::kLsb:
-    case Encoding::kLsbScaleMod4: write_lsb(row, record + slot * row.cols / 8); break;
+    case Encoding::kLsbScaleMod4:
+    case Encoding::kLsbScaleMod4Map: write_lsb(row, record + slot * row.cols / 8); break;
     case Encoding::kCodes:
       std::memcpy(record + slot * row.cols / 2, row.codes, static_cast<std::size_t>(row.cols / 2));
       break;
     default: break;
   }
-  if (layout.encoding == Encoding::kLsbScaleMod4) {
+  if (layout.encoding == Encoding::kLsbScaleMod4 || layout.encoding == Encoding::kLsbScaleMod4Map) {
     write_mod4(row, slot * blocks, blocks, scales);
+    if (layout.map_bytes() > 0) write_maps(row, slot * blocks, layout.block, maps);
   } else if (layout.scale_bytes() > 0) {
     std::memcpy(scales + slot * blocks, row.scales, static_cast<std::size_t>(blocks));
   }
