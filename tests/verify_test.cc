@@ -79,6 +79,23 @@ TEST_F(VerifyTest, AllHoldsUnderNvfp4AndBf16) {
   }
 }
 
+TEST_F(VerifyTest, AllHoldsUnderFourOverSix) {
+  for (Quantizer* rule : {&agreement_.contract.weight, &agreement_.contract.activation,
+                          &agreement_.contract.k, &agreement_.contract.v}) {
+    rule->four_over_six = FourOverSix::kMse;
+    rule->denominator = 256;
+  }
+  for (const Guidance mode : {Guidance::kFullForced, Guidance::kLsbScaleMod4}) {
+    agreement_.guide = {.mode = mode,
+                        .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
+                        .layers = LayerSet::range(0, agreement_.model.num_layers),
+                        .replay_experts = true};
+    for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
+      EXPECT_TRUE(check.ok) << name << ": " << check.figures;
+    }
+  }
+}
+
 TEST_F(VerifyTest, WeightsThatChangeAndARunOfAnotherContractAreFound) {
   const Unsteady weights(checkpoint_);
   auto checks =

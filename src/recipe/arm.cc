@@ -50,6 +50,32 @@ ArmSpec trace() {
   return arm;
 }
 
+ArmSpec four_over_six() {
+  ArmSpec arm = w4a4();
+  arm.name = "four_over_six";
+  arm.four_over_six = FourOverSix::kMse;
+  return arm;
+}
+
+/// humans&: the cache and the last layers stay BF16, blocks end at 4 or 6. That backward sees the
+/// dequantized operands is so in every arm.
+ArmSpec humans() {
+  ArmSpec arm = four_over_six();
+  arm.name = "humans";
+  arm.four_over_six = FourOverSix::kMae;
+  arm.contract_kv = false;
+  arm.contract_layers = "first_85%";
+  arm.qat = {.weights = true, .activations = true};
+  return arm;
+}
+
+ArmSpec trace_46() {
+  ArmSpec arm = trace();
+  arm.name = "trace_46";
+  arm.four_over_six = FourOverSix::kMse;
+  return arm;
+}
+
 ArmSpec trace_mod4() {
   ArmSpec arm = trace();
   arm.name = "trace_mod4";
@@ -67,7 +93,8 @@ ArmSpec trace_full() {
 }
 
 std::vector<ArmSpec> all_arms() {
-  return {bf16(), naive(), w4a16(), w4a4(), quads(), trace(), trace_mod4(), trace_full()};
+  return {bf16(),       naive(),      w4a16(),         w4a4(),   quads(),   trace(),
+          trace_mod4(), trace_full(), four_over_six(), humans(), trace_46()};
 }
 
 std::int32_t layer_number(std::string_view text, std::string_view spelling,
@@ -77,13 +104,36 @@ std::int32_t layer_number(std::string_view text, std::string_view spelling,
   if (error != std::errc() || end != text.data() + text.size()) {
     throw Error(cat({"layers '", spelling,
                      "' name no set; write all, none, first_half, "
-                     "latter_half, middle_half, latter_two_thirds, odd, even, or 0,2,5-7"}));
+                     "latter_half, middle_half, latter_two_thirds, odd, even, first_85%, last_25%, "
+                     "or 0,2,5-7"}));
   }
   if (layer < 0 || layer >= num_layers) {
     throw Error(cat(
         {"layers '", spelling, "' name layer ", layer, "; the model has 0 to ", num_layers - 1}));
   }
   return layer;
+}
+
+/// P of "first_P%" or "last_P%", -1 where it is neither.
+std::int32_t percent(std::string_view spelling, std::string_view prefix) {
+  if (!spelling.starts_with(prefix) || !spelling.ends_with('%')) return -1;
+  const std::string_view number =
+      spelling.substr(prefix.size(), spelling.size() - prefix.size() - 1);
+  std::int32_t value = -1;
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), value);
+  const bool whole = error == std::errc() && end == number.data() + number.size();
+  return whole && value > 0 && value < 100 ? value : -1;
+}
+
+/// Four over six is a rule of NVFP4 under a power of two, which leaves room for it.
+void let_end_at_four(Quantizer& rule, FourOverSix metric, const char* what) {
+  if (metric == FourOverSix::kOff || rule.element == Element::kBf16) return;
+  if (rule.element != Element::kE2m1 || rule.is_mx()) {
+    throw Error(cat({"contract.four_over_six is on, and the contract's ", what,
+                     " are not NVFP4, which alone has it; set contract.four_over_six = \"off\""}));
+  }
+  rule.four_over_six = metric;
+  rule.denominator = 256;
 }
 
 Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
@@ -98,6 +148,12 @@ Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
   if (!spec.contract_weights) contract.weight = Quantizer{};
   if (!spec.contract_activations) contract.activation = Quantizer{};
   if (!spec.contract_kv) contract.k = contract.v = Quantizer{};
+  let_end_at_four(contract.weight, spec.four_over_six, "weights");
+  let_end_at_four(contract.activation, spec.four_over_six, "activations");
+  if (spec.four_over_six_kv) {
+    let_end_at_four(contract.k, spec.four_over_six, "K and V");
+    let_end_at_four(contract.v, spec.four_over_six, "K and V");
+  }
   if (spec.contract_kv) contract.kv_exponents = spec.kv_exponents;
   return contract;
 }
@@ -150,6 +206,15 @@ LayerSet layer_set(std::string_view spelling, std::int32_t num_layers) {
   if (spelling == "latter_half") return LayerSet::range(n / 2, n);
   if (spelling == "middle_half") return LayerSet::range(n / 4, n / 4 + n / 2);
   if (spelling == "latter_two_thirds") return LayerSet::range((n + 1) / 3, n);
+  const auto part = [n](std::int32_t share) {
+    return std::clamp((n * share + 50) / 100, std::min(1, n), std::max(n - 1, 0));
+  };
+  if (const std::int32_t share = percent(spelling, "first_"); share > 0) {
+    return LayerSet::range(0, part(share));
+  }
+  if (const std::int32_t share = percent(spelling, "last_"); share > 0) {
+    return LayerSet::range(n - part(share), n);
+  }
   LayerSet set;
   const auto add = [&](std::int32_t first, std::int32_t end) {
     const LayerSet more = LayerSet::range(first, end);

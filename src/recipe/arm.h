@@ -40,7 +40,9 @@ struct ArmSpec {
   bool contract_weights = true;  // false: that kind of tensor stays BF16
   bool contract_activations = true;
   bool contract_kv = true;
-  std::vector<std::int8_t> kv_exponents{};  // [L, 2]; empty: calibrated when the run begins
+  FourOverSix four_over_six = FourOverSix::kOff;  // of weights and activations
+  bool four_over_six_kv = false;                  // and of K and V
+  std::vector<std::int8_t> kv_exponents{};        // [L, 2]; empty: calibrated when the run begins
   train::Qat qat{};
   Guidance mode = Guidance::kOwnScale;
   SiteSet sites{};
@@ -65,7 +67,8 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
          const rl::Options& rl = {});
 
 /// The layers that a name or a list means in a model of `num_layers`: "all", "none", "first_half",
-/// "latter_half", "middle_half", "latter_two_thirds", "odd", "even", or "0,2,5-7". Throws Error.
+/// "latter_half", "middle_half", "latter_two_thirds", "odd", "even", "first_85%" or "last_25%",
+/// which take the nearest number of layers but leave at least one out, or "0,2,5-7". Throws Error.
 LayerSet layer_set(std::string_view spelling, std::int32_t num_layers);
 
 }  // namespace lockstep

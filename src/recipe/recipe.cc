@@ -63,6 +63,9 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"contract.weights", &a.contract_weights, "are the routed experts' weights quantized?"},
       {"contract.activations", &a.contract_activations, "are the routed experts' inputs?"},
       {"contract.kv", &a.contract_kv, "is the KV cache?"},
+      {"contract.four_over_six", choice(a.four_over_six, {"off", "mae", "mse"}),
+       "may a block of weights or activations end at 4 where that loses less, by which measure?"},
+      {"contract.four_over_six_kv", &a.four_over_six_kv, "... and a block of K or V?"},
       {"contract.kv_exponents", &a.kv_exponents,
        "K before V, layer by layer, of the cache's global scales 2^n; empty: calibrated at the "
        "start",
@@ -78,7 +81,8 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"guide.sites", Flags{&a.sites.bits, {"w13_in", "w2_in", "k", "v"}},
        "where it does: w13_in, w2_in, k, v"},
       {"guide.layers", &a.layers,
-       "all, none, first_half, latter_half, middle_half, latter_two_thirds, odd, even, or 0,2,5-7"},
+       "all, none, first_half, latter_half, middle_half, latter_two_thirds, odd, even, "
+       "first_85%, last_25%, or 0,2,5-7"},
       {"guide.routing_replay", choice(a.routing_replay, {"none", "r2", "r3"}),
        "experts that an update takes: its own, those of the old policy's pass, or the rollout's"},
       {"guide.audit_every", &a.audit_every, "one token in so many is recorded in full; 0: none", 0,

@@ -145,6 +145,12 @@ TEST(Arm, LayersBySpelling) {
   EXPECT_EQ(layer_set("latter_half", 7), LayerSet::range(3, 7));
   EXPECT_EQ(layer_set("latter_two_thirds", 6), LayerSet::range(2, 6));
   EXPECT_EQ(layer_set("latter_two_thirds", 8), LayerSet::range(3, 8));
+  EXPECT_EQ(layer_set("first_85%", 48), LayerSet::range(0, 41));  // seven of 48 stay BF16
+  EXPECT_EQ(layer_set("first_85%", 8), LayerSet::range(0, 7));
+  EXPECT_EQ(layer_set("first_99%", 2), LayerSet::range(0, 1));
+  EXPECT_EQ(layer_set("last_25%", 40), LayerSet::range(30, 40));
+  EXPECT_THROW(layer_set("first_100%", 8), Error);
+  EXPECT_THROW(layer_set("last_%", 8), Error);
   EXPECT_EQ(layer_set("0-2,5", 6).bits[0], 0b100111u);
   EXPECT_EQ(layer_set("odd", 6).bits[0], 0b101010u);
   EXPECT_THROW(layer_set("6", 6), Error);

@@ -159,6 +159,66 @@ def test_te_equals_its_formula(dtype, exponents):
     same(ours[2], rows_amax(x).ravel(), "amax")
 
 
+# --- four over six -----------------------------------------------------------------------------
+
+def four_over_six_scales(x):
+    """[ROWS, blocks] E4M3 of both maps, amax over 6 and over 4, and 2^n [ROWS, 1]."""
+    amax = np.abs(x.astype(np.float64)).reshape(ROWS, -1, 16).max(-1)
+    n = 2.0**np.ceil(np.log2(rows_amax(x).astype(np.float64) / 1536))
+    return [(amax / to / n).astype(np.float32).astype(ml_dtypes.float8_e4m3fn) for to in (6, 4)], n
+
+
+@pytest.mark.parametrize("metric", ["mae", "mse"])
+@pytest.mark.parametrize("exponents", RANGES)
+def test_four_over_six_equals_its_definition(metric, exponents):
+    x = values(ml_dtypes.bfloat16, exponents)
+    wide = x.astype(np.float64).reshape(ROWS, -1, 16)
+    candidates, n = four_over_six_scales(x)
+    grid = np.array([0, .5, 1, 1.5, 2, 3, 4, 6])
+    losses, codes = [], []
+    for s in candidates:
+        scale = (s.astype(np.float64) * n)[..., None]
+        z = np.where(scale > 0, wide / np.where(scale > 0, scale, 1), 0)
+        m = sum((np.abs(z) >= t if i % 2 else np.abs(z) > t).astype(np.uint8)
+                for i, t in enumerate(MIDPOINTS))
+        lost = np.abs(grid[m] * scale - np.abs(wide))
+        losses.append(lost if metric == "mae" else lost**2)
+        codes.append(np.where((z < 0) & (m > 0), m | 8, m).astype(np.uint8))
+    # What both maps make 0 loses the same, and would drown the rest of an exact sum.
+    four = (losses[1] - losses[0]).sum(-1) < 0
+    s = np.where(four, candidates[1].view(np.uint8), candidates[0].view(np.uint8))
+    ours = quantize(f"lockstep/{metric}", x)
+    assert 0.1 < four.mean() < 0.9
+    same(ours[1], s, "scales")
+    same(ours[0], pack(np.where(four[..., None], codes[1], codes[0]).reshape(ROWS, COLS)), "codes")
+    same(ours[2], np.float32(n), "2^n")
+
+
+@pytest.mark.parametrize("metric", ["mae", "mse"])
+def test_four_over_six_chooses_as_its_authors_do(metric):
+    """Their reference under a power of two. They reach amax / 4 by way of amax / 6, and sum in FP32:
+    near a tie of E4M3 or of the two losses it may choose otherwise."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("fouroversix.quantize.pytorch.reference")
+    rule = getattr(pytest.importorskip("fouroversix.utils").ScaleRule, metric)
+    x = values(ml_dtypes.bfloat16)
+    candidates, n = four_over_six_scales(x)
+    blocks = torch.from_numpy((x.astype(np.float32) / np.float32(n)).reshape(-1, 16))
+    amax = torch.tensor(1536.0)
+    six, scales_6 = theirs.quantize_to_nvfp4(blocks, amax, scale_rule=rule)
+    four, scales_4 = theirs.quantize_to_nvfp4(blocks, amax, scale_rule=rule,
+                                              scale_expansion_factor=1.5)
+    _, chosen = theirs.select_fouroversix(blocks, six, scales_6, four, scales_4, amax,
+                                          scale_rule=rule)
+    chosen = bytes_of(chosen).reshape(ROWS, -1)
+    ours = quantize(f"lockstep/{metric}", x)[1]
+    agree = bytes_of(scales_4).reshape(ROWS, -1) == candidates[1].view(np.uint8)
+    assert agree.mean() > 0.95
+    same_choice = (ours == chosen) & agree
+    assert same_choice[:, 0::2].sum() > 0.9995 * agree[:, 0::2].sum()  # Gaussian blocks
+    assert same_choice.sum() > 0.99 * agree.sum()  # at midpoints a rounded reciprocal decides
+
+
 # --- torchao -----------------------------------------------------------------------------------
 
 def torch_of(x):

@@ -66,8 +66,14 @@ struct Packed {
   PackedView<std::uint8_t> view;
 };
 
-Quantizer rule_of(const std::string& preset, const std::string& global) {
+/// The preset, or "PRESET/mae" and "PRESET/mse": with four over six.
+Quantizer rule_of(const std::string& name, const std::string& global) {
+  const std::string preset = name.substr(0, name.find('/'));
   Quantizer rule = contracts::preset(preset, 1).weight;
+  if (name != preset) {
+    rule.four_over_six = name.ends_with("/mae") ? FourOverSix::kMae : FourOverSix::kMse;
+    rule.denominator = 256;
+  }
   if (global == "per-token") rule.global = GlobalScale::kPerToken;
   if (global == "none") rule.global = GlobalScale::kNone;
   return rule;
