@@ -30,6 +30,7 @@ std::string columns(const std::vector<std::vector<std::string>>& rows) {
       if (i > 0) text += "  ";
       text += i == 0 ? row[i] + (row.size() > 1 ? pad : "") : pad + row[i];
     }
+    text.erase(text.find_last_not_of(' ') + 1);
     text += '\n';
   }
   return text;

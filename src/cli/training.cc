@@ -165,9 +165,13 @@ int train(const TrainArgs& args) {
   const std::filesystem::path folder = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
   step::Watch watch;
   const auto began = seconds();
+  std::int64_t steps_seen = 0;
   const TrainingResult result = run_training(
       recipe, folder,
       [&](std::int64_t step, const Metrics& metrics) {
+        if (steps_seen++ == 0 && step > 1) {
+          info(cat({"going on from checkpoints/step_", step - 1, ", the newest"}));
+        }
         info(watch.line(step, recipe.schedule.steps, metrics));
       },
       [&](const recipe::Budget& budget) {
@@ -179,9 +183,12 @@ int train(const TrainArgs& args) {
     info(cat({"pass rate ", std::round(result.final_pass_rate * 1e3) / 1e3, " on ",
               recipe.evaluation.prompts, " prompts never trained on"}));
   }
-  info(cat({"done in ", std::round(seconds() - began), " s; the policy is ", folder.string(),
-            "/checkpoints/step_", recipe.schedule.steps, ", its metrics ", folder.string(),
-            "/metrics.jsonl"}));
+  const std::string done = steps_seen > 0 ? cat({"done in ", std::round(seconds() - began), " s"})
+                                          : cat({"all ", recipe.schedule.steps,
+                                                 " steps were done before; for more, "
+                                                 "start another run from the policy"});
+  info(cat({done, "; the policy is ", folder.string(), "/checkpoints/step_", recipe.schedule.steps,
+            ", its metrics ", folder.string(), "/metrics.jsonl"}));
   return 0;
 }
 

@@ -371,7 +371,10 @@ std::filesystem::path find(const std::string& path, const std::string& key) {
       std::filesystem::exists(std::filesystem::path(home) / path)) {
     return std::filesystem::path(home) / path;
   }
-  throw Error(cat({key, " is '", path, "', which is not there; give a path that is"}));
+  const bool relative = std::filesystem::path(path).is_relative();
+  throw Error(cat({key, " is '", path, "', which is not there",
+                   relative ? ", neither from this folder nor from the checkout" : "",
+                   "; give a path that is"}));
 }
 
 }  // namespace lockstep::recipe

@@ -268,7 +268,7 @@ std::string meant_section(const std::string& name, std::span<const Key> keys) {
   const bool section = std::holds_alternative<Empty>(entry.value);
   const std::string near = section ? meant_section(entry.name, keys) : meant(entry.name, keys);
   throw Error(cat({entry.where, section ? ": unknown section " : ": unknown key ", entry.name,
-                   near.empty() ? "; recipes/demo.toml shows the keys that there are"
+                   near.empty() ? "; recipes/ has examples, and a run's recipe.toml every key"
                                 : ": did you mean " + near + "?"}));
 }
 

@@ -182,7 +182,9 @@ void RunDir::require_same(const std::string& resolved) const {
   if (before.empty() || before == resolved) return;
   std::string different = recipe::differences(before, resolved, (folder_ / "recipe.toml").string());
   if (different.empty()) different = "the contract's id";
-  std::replace(different.begin(), different.end(), '\n', ';');
+  for (std::size_t at = 0; (at = different.find('\n', at)) != std::string::npos;) {
+    different.replace(at, 1, at + 1 < different.size() ? "; " : ";");
+  }
   throw Error(cat({folder_.string(), " began with another recipe (", different,
                    " before / now); go on with that one, or give this run another name"}));
 }
