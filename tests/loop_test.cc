@@ -85,11 +85,12 @@ class Loop : public testing::Test {
   void run(const Arm& arm, const std::string& name, const CountSmall& task = CountSmall()) {
     const std::unique_ptr<Comm> comm = Comm::single();
     const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
-    store::Store store({.folder = root_ / name / "trace"});
+    step::RunDir run_dir(root_ / name, *comm);
+    run_dir.begin("# contract 1\n");
+    store::Store store({.folder = run_dir.trace()});
     rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
     train::Trainer trainer(agreement, arm.qat, {.lr = 2e-3}, Device{}, *comm);
     cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
-    step::RunDir run_dir(root_ / name, *comm);
     step::run({.arm = arm,
                .schedule = schedule_,
                .task = task,
