@@ -113,6 +113,10 @@ RunData read_run(const fs::path& folder, const std::string& name) {
     run.recipe = value_or_throw(read_text(recipe));
     read_recipe(run);
   }
+  // A comparison's: the folder above names the arm, which may be a variant of the recipe's.
+  if (folder.filename().string().starts_with("seed_")) {
+    run.arm = folder.parent_path().filename().string();
+  }
   read_metrics(value_or_throw(read_text(folder / "metrics.jsonl", std::size_t{4} << 30)), run);
   return run;
 }

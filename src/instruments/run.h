@@ -14,7 +14,7 @@ namespace lockstep::instruments {
 /// what is not finite, is NaN.
 struct RunData {
   std::string name;                         // of its folder
-  std::string arm;                          // the recipe's; without a recipe the folder's name
+  std::string arm;                          // the recipe's; of ARM/seed_N the folder's above; else its own
   std::string recipe;                       // its resolved text; "" where there is none
   std::map<std::string, std::string> keys;  // of the recipe, values as text
   std::string contract_id;                  // of the recipe's first line
