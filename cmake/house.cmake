@@ -102,8 +102,15 @@ function(lockstep_tests)
     endif()
     add_executable(${name} ${source})
     target_link_libraries(${name} PRIVATE ${ARGN} GTest::gtest_main)
+    # Tests with Nightly in their names are for ./lockstep test --all.
     gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
-                         PROPERTIES TIMEOUT 900)
+                         TEST_FILTER "-*Nightly*" PROPERTIES TIMEOUT 900)
+    file(STRINGS ${source} nightly REGEX "Nightly" LIMIT_COUNT 1)
+    if(nightly)
+      gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+                           TEST_FILTER "*Nightly*" TEST_LIST ${name}_nightly
+                           PROPERTIES TIMEOUT 1800 LABELS nightly)
+    endif()
   endforeach()
   foreach(script IN LISTS scripts)
     get_filename_component(name ${script} NAME_WE)
