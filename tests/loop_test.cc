@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -153,8 +154,9 @@ TEST_F(Loop, ArmsAreValues) {
   }
   // What the trainer does not imitate shows as a gap; what it imitates, guided or not, does not
   // where nothing has drifted.
-  for (const char* apart : {"naive", "w4a16", "quads"}) EXPECT_GT(gap[apart], 1e-3) << apart;
-  for (const char* close : {"bf16", "w4a4", "trace", "trace_mod4", "trace_full"}) {
+  for (const char* apart : {"naive", "w4a16", "quads", "qurl"})
+    EXPECT_GT(gap[apart], 1e-3) << apart;
+  for (const char* close : {"bf16", "w4a4", "qerl", "trace", "trace_mod4", "trace_full"}) {
     EXPECT_LT(gap[close], 1e-4) << close;
   }
 }
@@ -204,6 +206,27 @@ TEST_F(Loop, R2_TakesTheOldPolicysExpertsAndRecordsNone) {
   arm.own_routes = false;
   run(arm, "none");
   EXPECT_EQ(metrics("none").find("fp4/routes/absent_frac"), std::string::npos);
+}
+
+TEST_F(Loop, QerlsNoiseFollowsItsScheduleAndStaysOffTheTrainer) {
+  Arm arm = arm_of("qerl");
+  arm.sync.noise = {.start = 0.2, .end = 0.05, .stages = 5};
+  run(arm, "qerl");
+  const std::string all = metrics("qerl");
+  const std::vector<double> sigma = {0, 0.2, 0.2 * std::pow(0.25, 1.0 / 3),
+                                     0.2 * std::pow(0.25, 2.0 / 3), 0.05};
+  std::vector<double> gap;
+  std::size_t from = 0;
+  for (const double expected : sigma) {
+    const std::size_t end = all.find('\n', from) + 1;
+    const std::string line = all.substr(from, end - from);
+    EXPECT_NEAR(last(line, "rollout/noise_sigma"), expected, 1e-9);
+    gap.push_back(last(line, kGap));
+    from = end;
+  }
+  EXPECT_LT(gap[0], 1e-4);  // weights alone are quantized, alike on both sides
+  EXPECT_GT(gap[1], 1e-2);
+  EXPECT_LT(gap[4], gap[1]);
 }
 
 TEST_F(Loop, DynamicSamplingFillsTheStepOrSaysWhy) {

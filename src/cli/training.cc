@@ -12,6 +12,7 @@
 #include "step/step.h"
 #include "step/watch.h"
 #include "sync/refit.h"
+#include "sync/reweigh.h"
 
 namespace lockstep::cli {
 namespace {
@@ -59,7 +60,7 @@ class Training {
         store_(store_options()),
         engine_(agreement_, arm_.rollout, Device{}, &store_, *comm_),
         trainer_(agreement_, arm_.qat, recipe_.trainer, Device{}, *comm_) {
-    load(*policy_.weights, trainer_.initial_weights());
+    load(sync::Rescaled(*policy_.weights, arm_.sync.uaq_scale), trainer_.initial_weights());
     run_dir_.begin(recipe::resolved(recipe_, arm_.contract.id()));
     if (arm_.rl.kl_weight > 0) {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");

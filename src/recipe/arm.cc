@@ -92,9 +92,30 @@ ArmSpec trace_full() {
   return arm;
 }
 
+/// Weight-only rollouts under noise; no adapters, the masters learn.
+ArmSpec qerl() {
+  ArmSpec arm = w4a16();
+  arm.name = "qerl";
+  arm.contract_activations = false;
+  arm.contract_kv = false;
+  arm.sync.noise = {.start = 1e-2, .end = 1e-4};
+  return arm;
+}
+
+ArmSpec qurl() {
+  ArmSpec arm = naive();
+  arm.name = "qurl";
+  arm.sync.uaq_scale = 1.5;
+  arm.surrogate = rl::Surrogate::kAcr;
+  return arm;
+}
+
 std::vector<ArmSpec> all_arms() {
-  return {bf16(),       naive(),      w4a16(),         w4a4(),   quads(),   trace(),
-          trace_mod4(), trace_full(), four_over_six(), humans(), trace_46()};
+  // One a line: a trailing comma keeps it so.
+  return {
+      bf16(),  naive(),      w4a16(),      w4a4(),          quads(),  qerl(),     qurl(),
+      trace(), trace_mod4(), trace_full(), four_over_six(), humans(), trace_46(),
+  };
 }
 
 std::int32_t layer_number(std::string_view text, std::string_view spelling,
@@ -191,7 +212,8 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
                        .max_version_diff = spec.max_version_diff},
              .own_routes = spec.routing_replay == RoutingReplay::kR2,
              .rollout = rollout,
-             .rl = rl};
+             .rl = rl,
+             .sync = spec.sync};
   arm.rollout.residual = spec.residual;
   arm.rollout.residual_scope = spec.residual_scope;
   arm.rollout.residual_permille = spec.residual_permille;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "record/guide.h"
 #include "rl/options.h"
 #include "rollout/engine.h"
+#include "sync/options.h"
 #include "train/trainer.h"
 
 namespace lockstep {
@@ -30,6 +32,7 @@ struct Arm {
   bool own_routes = false;     // R2: updates take the experts of the old policy's pass
   rollout::Options rollout{};  // the residual pass
   rl::Options rl{};            // loss and correction
+  sync::Options sync{};        // what happens to weights on their way
 };
 
 /// An arm as recipes spell it, for a model of any depth.
@@ -53,6 +56,9 @@ struct ArmSpec {
   rollout::Residual residual = rollout::Residual::kNone;
   rollout::ResidualScope residual_scope = rollout::ResidualScope::kPerToken;
   std::int32_t residual_permille = 500;
+  sync::Options sync{};
+  /// The surrogate that belongs to the method; rl.surrogate of a recipe stands above it.
+  std::optional<rl::Surrogate> surrogate{};
 };
 
 /// The names of the arms, baselines first.

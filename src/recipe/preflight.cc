@@ -123,6 +123,11 @@ void check_rl(const Recipe& r, const Arm& arm) {
         "rl.bypass is true and rl.correction is not none: the drift would be counted twice; "
         "set rl.correction = \"none\", or rl.bypass = false");
   }
+  if (r.rl.surrogate == rl::Surrogate::kAcr && r.rl.correction != rl::Correction::kTis) {
+    throw Error(
+        "rl.surrogate is acr, whose clip widens by what truncation took, and rl.correction is not "
+        "tis; set rl.correction = \"tis\", or rl.surrogate = \"ppo\"");
+  }
   if (r.rl.bypass && r.schedule.updates_per_step > 1) {
     throw Error(cat({"rl.bypass is true and schedule.updates is ", r.schedule.updates_per_step,
                      "; the rollout's policy is the old one for a single update: set "
@@ -143,6 +148,18 @@ void check_rl(const Recipe& r, const Arm& arm) {
                      "; it is its last part: take less"}));
   }
   if (r.rl.clip_low >= 1) throw Error("rl.clip_low is 1; take less, 0.2 is usual");
+}
+
+void check_sync(const sync::Options& o) {
+  if (o.noise.start == 0 && o.noise.end > 0) {
+    throw Error("sync.noise_end is above 0 and sync.noise_start is 0: give both, or neither");
+  }
+  if (o.noise.start > 0 && o.noise.end == 0) {
+    throw Error("sync.noise_end is 0, and sigma falls to it geometrically: take a number above 0");
+  }
+  if (o.noise.start > 0 && o.noise.stages == 1) {
+    throw Error("sync.noise_stages is 1, and the first stage has no noise: take 2 or more, or 0");
+  }
 }
 
 void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
@@ -174,6 +191,7 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   check_shapes(arm, model);
   check_qat(arm);
   check_rl(recipe, arm);
+  check_sync(arm.sync);
   check_rollout(recipe, arm, model);
   const auto expected = static_cast<std::size_t>(2 * model.num_layers);
   const std::vector<std::int8_t>& exponents = recipe.arm.kv_exponents;

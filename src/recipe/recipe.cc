@@ -89,6 +89,16 @@ std::vector<Key> arm_keys(ArmSpec& a) {
        1000000},
       {"guide.max_version_diff", &a.max_version_diff,
        "records of weights older than so many updates are not followed", 0, 1000},
+      {"sync.uaq_scale", &a.sync.uaq_scale,
+       "gate, up and router of the first policy are divided by this, their norm multiplied (QuRL)",
+       1, 16},
+      {"sync.noise_on", choice(a.sync.noise.on, {"norms", "experts"}),
+       "which of the rollout's weights get noise: norms, or experts relative to their size"},
+      {"sync.noise_start", &a.sync.noise.start, "its sigma at first; 0: none", 0, 1},
+      {"sync.noise_end", &a.sync.noise.end, "... and at last", 0, 1},
+      {"sync.noise_stages", &a.sync.noise.stages,
+       "parts of the run, the first without noise, between which sigma falls; 0: every step", 0,
+       kMostInt},
       {"residual.kind", choice(a.residual, {"none", "channels", "dense"}),
        "the rollout's second FP4 pass over what the first lost (QUADS: channels)"},
       {"residual.scope", choice(a.residual_scope, {"per_token", "batch"}),
@@ -265,8 +275,8 @@ std::vector<Key> keys(Recipe& r) {
   std::stable_sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
     const auto rank = [](const std::string& name) {
       static const std::vector<std::string> order = {
-          "",        "task",  "schedule", "contract", "qat",   "guide", "residual",
-          "rollout", "drift", "trainer",  "rl",       "store", "eval"};
+          "",        "task",  "schedule", "contract", "qat",  "guide", "residual",
+          "rollout", "drift", "trainer",  "rl",       "sync", "store", "eval"};
       const std::size_t dot = name.find('.');
       const std::string section = dot == std::string::npos ? "" : name.substr(0, dot);
       return std::find(order.begin(), order.end(), section) - order.begin();
@@ -324,6 +334,7 @@ Recipe recipe_of(std::span<const Entry> entries) {
     if (arm == nullptr) throw Error(entry.where + ": arm takes the name of an arm, in quotes");
     try {
       recipe.arm = arm_spec(*arm);
+      recipe.rl.surrogate = recipe.arm.surrogate.value_or(recipe.rl.surrogate);
     } catch (const Error& error) {
       throw Error(entry.where + ": " + error.what());
     }

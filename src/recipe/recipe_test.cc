@@ -104,6 +104,13 @@ TEST(Recipe, KeysOverrideTheArmWhereverItStands) {
   EXPECT_EQ(r.model, "some/where");
 }
 
+TEST(Recipe, TheArmsSurrogateYieldsToTheRecipes) {
+  EXPECT_EQ(parse_recipe("arm = \"qurl\"", "r").rl.surrogate, rl::Surrogate::kAcr);
+  EXPECT_EQ(parse_recipe("rl.surrogate = \"gspo\"\narm = \"qurl\"", "r").rl.surrogate,
+            rl::Surrogate::kGspo);
+  EXPECT_EQ(parse_recipe("arm = \"naive\"", "r").rl.surrogate, rl::Surrogate::kPpo);
+}
+
 TEST(Recipe, EachMistakeIsOneLineWithKeyValueAndRemedy) {
   EXPECT_EQ(complaint("[trainer]\nlr_ = 1"),
             "r.toml:2: unknown key trainer.lr_: did you mean trainer.lr?");
@@ -185,6 +192,9 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[rollout]\nmax_new_tokens = 512"), "");
   EXPECT_NE(contradiction("[rollout]\ncache = 1024"), "");
   EXPECT_NE(contradiction("[store]\nram = 100"), "");
+  EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01"), "");
+  EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01\nnoise_end = 1e-4\nnoise_stages = 1"), "");
+  EXPECT_NE(contradiction("arm = \"qurl\"\n[rl]\nbypass = true\ncorrection = \"none\""), "");
   EXPECT_NE(contradiction("[rl]\noverlong_buffer_len = 200"), "");
 }
 

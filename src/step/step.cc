@@ -12,6 +12,7 @@
 #include "step/parts.h"
 #include "step/sample.h"
 #include "sync/refit.h"
+#include "sync/reweigh.h"
 
 namespace lockstep::step {
 namespace {
@@ -50,10 +51,13 @@ Metrics update(Loop& loop, const rl::Batch& batch, const train::Routes& routes, 
   return metrics;
 }
 
-/// Gives the rollout the trainer's weights, quantized.
+/// Gives the rollout the trainer's weights, quantized, with the noise that the arm adds to them.
 Metrics sync_weights(Loop& loop, std::int64_t version) {
-  return sync::refit(loop.trainer.weights(), loop.engine.weights(), loop.arm.contract,
-                     WeightVersion{version});
+  const sync::Noise& noise = loop.arm.sync.noise;
+  const sync::Noised weights(loop.trainer.weights(), noise.on,
+                             sync::noise_sigma(noise, version, loop.schedule.steps),
+                             loop.schedule.seed, WeightVersion{version});
+  return sync::refit(weights, loop.engine.weights(), loop.arm.contract, WeightVersion{version});
 }
 
 Metrics one_step(Loop& loop, std::int64_t step) {
@@ -63,6 +67,10 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   Metrics metrics;
   const Sampled sampled = sample(loop, step, metrics);
   metrics.merge(loop.engine.metrics());
+  if (loop.arm.sync.noise.start > 0) {
+    metrics["rollout/noise_sigma"] =
+        sync::noise_sigma(loop.arm.sync.noise, step, loop.schedule.steps);
+  }
   const std::vector<Trajectory>& trajectories = sampled.trajectories;
   const std::vector<std::uint8_t> moves = movable(loop, sampled.rewards);
   timer.lap();
