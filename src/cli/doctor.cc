@@ -82,8 +82,8 @@ std::string short_of(const char* what, std::int64_t needed, std::int64_t there) 
   return cat({"needs ", bytes_text(needed), " of ", what, ", ", bytes_text(there), " are free"});
 }
 
-/// Whether a recipe can run here: "" or why it cannot.
-std::string fits(recipe::Recipe recipe, std::string& text) {
+/// Whether a recipe can run here: "" or why it cannot. `row` gets what it takes.
+std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   const Policy policy = open_policy(recipe.model);
   const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
   recipe::check(recipe, arm, policy.config);
@@ -92,11 +92,8 @@ std::string fits(recipe::Recipe recipe, std::string& text) {
   const std::int64_t at_once = b.rollout_weights + b.cache + b.trainer;
   const std::int64_t later = b.swap + b.records;
   const std::int64_t disk = b.checkpoints + b.records_disk;
-  text = cat({"arm ", arm.name, ", contract ", recipe.arm.contract, ", of ", policy.folder.string(),
-              ", ", b.parameters, " parameters; memory ", bytes_text(at_once),
-              " beside activations, up to ", bytes_text(later),
-              " more for swapped pages and records (", bytes_text(b.record_per_token),
-              " a token); disk up to ", bytes_text(disk)});
+  row.insert(row.end(), {arm.name, recipe.arm.contract, policy.folder.string(), bytes_text(at_once),
+                         bytes_text(later), cat({b.record_per_token, " B"}), bytes_text(disk)});
   std::string why = short_of("memory", at_once, memory().available);
   if (why.empty()) {
     std::error_code none;
@@ -169,21 +166,44 @@ bool is_sft(const std::string& file) {
   }
 }
 
-void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& args) {
-  const bool counts = !args.recipe.empty() || file == kDemo;  // towards the exit status
-  const bool plain = args.assignments.empty();
-  if (plain && is_sft(file)) return doctor.say(file, "for sft; costs what its batch costs");
+/// Whether the recipe decides the exit status.
+bool counts(const std::string& file, const DoctorArgs& args) {
+  return !args.recipe.empty() || file == kDemo;
+}
+
+/// Says why a recipe does not fit; of those that do, a row of the table.
+void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& args,
+                    std::vector<std::vector<std::string>>& rows) {
+  if (args.assignments.empty() && is_sft(file)) {
+    return doctor.say(file, "for sft; costs what its batch costs");
+  }
   const recipe::Recipe recipe = load_recipe(file, args.assignments);
-  std::string text, why;
+  std::vector<std::string> row = {file};
+  std::string why;
   try {
-    why = fits(recipe, text);
+    why = fits(recipe, row);
   } catch (const Error& error) {
     why = error.what();
   }
-  doctor.say(file, why.empty() ? "fits: " + text : "does not fit: " + why);
-  if (!why.empty() && counts) doctor.miss(file + ": " + why);
-  if (why.empty() && counts && plain && !args.quick) {
-    look_at_time(doctor, file, recipe, file == kDemo);
+  if (why.empty()) return rows.push_back(row);
+  doctor.say(file, "does not fit: " + why);
+  if (counts(file, args)) doctor.miss(file + ": " + why);
+}
+
+void look_at_recipes(Doctor& doctor, const DoctorArgs& args) {
+  std::vector<std::vector<std::string>> rows = {
+      {"recipe that fits", "arm", "contract", "model", "memory", "later up to", "a token", "disk"}};
+  const std::vector<std::string> files = recipe_files(args);
+  for (const std::string& file : files) look_at_recipe(doctor, file, args, rows);
+  if (rows.size() > 1) {
+    print("\n" + columns(rows) +
+          "memory is beside activations; later come swapped pages and records, so many bytes a "
+          "token; disk is for checkpoints and records\n\n");
+  }
+  if (!args.assignments.empty() || args.quick || !doctor.missing().empty()) return;
+  for (const std::string& file : files) {
+    if (!counts(file, args) || is_sft(file)) continue;
+    look_at_time(doctor, file, load_recipe(file, {}), file == kDemo);
   }
 }
 
@@ -206,7 +226,7 @@ int doctor(const DoctorArgs& args) {
   look_at_torch(doctor);
   look_at_device(doctor);
   list_contracts(doctor);
-  for (const std::string& file : recipe_files(args)) look_at_recipe(doctor, file, args);
+  look_at_recipes(doctor, args);
   for (const std::string& line : doctor.missing()) error(line);
   if (doctor.missing().empty()) print("all that is needed is there\n");
   return doctor.missing().empty() ? 0 : 1;
