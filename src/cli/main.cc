@@ -229,6 +229,28 @@ void add_diff(CLI::App& app, Chosen& chosen) {
   sub->callback([&chosen, args] { chosen = [args] { return diff(*args); }; });
 }
 
+void add_decompose(CLI::App& app, Chosen& chosen) {
+  const auto args = std::make_shared<DecomposeArgs>();
+  auto* sub = verb(app, "decompose", "split the gap between rollout and trainer by what makes it",
+                   "decompose runs/demo/naive\n"
+                   "  ./lockstep decompose recipes/demo.toml arm=trace --layers --n 64");
+  add_text(sub, "subject", args->subject, "a TOML file, a checkpoint, or a run directory");
+  sub->add_option("assignments", args->assignments, "key=value, over what the recipe says");
+  add_text(sub, "--model", args->model, "a Hugging Face directory, over the recipe's");
+  sub->add_option("--n", args->prompts, "how many of evaluation's prompts")
+      ->check(within(1, 1e9))
+      ->capture_default_str();
+  sub->add_option("--samples", args->samples, "of each prompt")
+      ->check(within(1, 1e6))
+      ->capture_default_str();
+  sub->add_flag("--layers", args->layers, "quantize one layer at a time, too");
+  sub->add_flag("!--no-places", args->places, "leave out the operands' figures");
+  add_text(sub, "--json", args->json,
+           "a file for every figure; default: of a run, its "
+           "decomposition.json, which report shows");
+  sub->callback([&chosen, args] { chosen = [args] { return decompose(*args); }; });
+}
+
 void add_report(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<ReportArgs>();
   auto* sub = verb(app, "report", "write one page about a run, or about several side by side",
@@ -281,6 +303,7 @@ int run(int argc, char** argv) {
   add_dump(app, chosen);
   add_verify(app, chosen);
   add_diff(app, chosen);
+  add_decompose(app, chosen);
   add_report(app, chosen);
 
   const std::string named = argc > 1 ? argv[1] : "";

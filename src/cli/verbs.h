@@ -118,6 +118,18 @@ struct DiffArgs {
 };
 int diff(const DiffArgs& args);
 
+struct DecomposeArgs {
+  std::string subject;  // as in RolloutArgs
+  std::vector<std::string> assignments;
+  std::string model;
+  std::int32_t prompts = 32;
+  std::int32_t samples = 2;
+  bool layers = false;  // a layer at a time, too
+  bool places = true;   // the operands' own figures
+  std::string json;     // a file; empty: decomposition.json of a run, none of others
+};
+int decompose(const DecomposeArgs& args);
+
 struct ReportArgs {
   std::vector<std::string> runs;  // names below runs/, or paths: run directories or folders of them
   std::string out;      // empty: report.html in the one that is given; of several, in this folder

@@ -120,6 +120,9 @@ Diff diff(const Dump& a, const Dump& b, const DiffOptions& options);
 /// For people: a table of places, one of modes, the verdict.
 std::string to_text(const Diff& diff);
 
+/// The table of routes alone, "" without any.
+std::string routes_to_text(const Diff& diff);
+
 /// Every figure, for programs: docs/formats/dump.md names the fields.
 std::string to_json(const Diff& diff);
 

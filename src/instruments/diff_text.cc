@@ -63,16 +63,6 @@ std::string place_table(const Diff& diff) {
   return aligned(table);
 }
 
-std::string route_table(const Diff& diff) {
-  if (diff.routes.empty()) return "";
-  Table table = {{"routes", "tokens that differ", "experts that differ"}};
-  for (const RouteDiff& r : diff.routes) {
-    table.push_back({cat({r.layer.value}), percent(r.mismatched, r.tokens),
-                     percent(r.slots_mismatched, r.slots)});
-  }
-  return aligned(table) + "\n";
-}
-
 /// What a mode leaves at one kind of site, over all layers.
 struct SiteSum {
   std::int64_t differ = 0, elements = 0, bytes = 0;
@@ -200,10 +190,20 @@ const char* word_of(Verdict verdict) {
 
 }  // namespace
 
+std::string routes_to_text(const Diff& diff) {
+  if (diff.routes.empty()) return "";
+  Table table = {{"routes", "tokens that differ", "experts that differ"}};
+  for (const RouteDiff& r : diff.routes) {
+    table.push_back({cat({r.layer.value}), percent(r.mismatched, r.tokens),
+                     percent(r.slots_mismatched, r.slots)});
+  }
+  return aligned(table) + "\n";
+}
+
 std::string to_text(const Diff& diff) {
   return cat({"A (rollout) ", diff.a, "\nB (trainer) ", diff.b, "\n", diff.rows,
               " tokens, quantized as contract ", diff.options.contract, " does\n\n",
-              place_table(diff), "\n", route_table(diff), mode_table(diff), "\n",
+              place_table(diff), "\n", routes_to_text(diff), mode_table(diff), "\n",
               verdict_text(diff), logp_text(diff)});
 }
 

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "instruments/chart.h"
+#include "instruments/decompose.h"
 #include "instruments/report_assets.h"
 #include "instruments/report_tables.h"
 #include "instruments/series.h"
@@ -244,30 +245,56 @@ std::string timing_figure(Page& page, const std::vector<ArmRuns>& arms) {
                                    line_chart(lines_of(arms, "perf/throughput"), Scale::kLinear)));
 }
 
-/// What each part of the low precision adds to the gap, where a run has measured it.
+/// Bars of what begins so, in the order in which `decompose` tells its parts.
+std::vector<Bar> decomposition_bars(const std::vector<ArmRuns>& arms, std::size_t arm,
+                                    const std::string& prefix) {
+  std::vector<std::string> names = names_under({&arms[arm], 1}, prefix);
+  const auto rank = [](const std::string& name) {
+    const auto found = std::find_if(std::begin(kParts), std::end(kParts),
+                                    [&](Part part) { return name == name_of(part); });
+    return found - std::begin(kParts);
+  };
+  std::stable_sort(names.begin(), names.end(),
+                   [&](const std::string& a, const std::string& b) { return rank(a) < rank(b); });
+  std::vector<Bar> bars;
+  for (const std::string& name : names) {
+    const double value = figure(arms[arm], prefix + name, Over::kLast).mean;
+    if (std::isfinite(value))
+      bars.push_back({name, number(value), {{arm_label(arms, arm), value}}});
+  }
+  return bars;
+}
+
+double largest(const std::vector<Bar>& bars, double top) {
+  for (const Bar& bar : bars) top = std::max(top, bar.parts[0].value);
+  return top;
+}
+
+/// The gap with one part of the low precision on at a time, where `decompose` has measured it: of
+/// all layers, and of a layer alone.
 std::string decomposition_figures(Page& page, const std::vector<ArmRuns>& arms) {
-  const std::string prefix = "fp4/decomposition/";
-  const std::vector<std::string> parts = names_under(arms, prefix);
   std::string out;
   double top = 0;
-  for (const ArmRuns& arm : arms) {
-    for (const std::string& part : parts) {
-      const double value = figure(arm, prefix + part, Over::kLast).mean;
-      if (std::isfinite(value)) top = std::max(top, value);
-    }
+  for (std::size_t i = 0; i < arms.size(); ++i) {
+    top = largest(decomposition_bars(arms, i, "fp4/decomposition/"), top);
   }
   for (std::size_t i = 0; i < arms.size(); ++i) {
-    std::vector<Bar> bars;
-    for (const std::string& part : parts) {
-      const double value = figure(arms[i], prefix + part, Over::kLast).mean;
-      if (std::isfinite(value)) {
-        bars.push_back({part, number(value), {{arm_label(arms, i), value}}});
-      }
-    }
     out += page.figure("decomposition_" + file_word(arms[i].name), arms[i].name, "",
-                       bar_chart(bars, top, ""));
+                       bar_chart(decomposition_bars(arms, i, "fp4/decomposition/"), top, ""));
   }
-  return grid_of(out);
+  std::string layers;
+  for (std::size_t i = 0; i < arms.size(); ++i) {
+    std::string row;
+    for (const Part part : {Part::kWeights, Part::kActivations, Part::kK, Part::kV}) {
+      const std::string prefix = cat({"fp4/decomposition_layer/", name_of(part), "/layer_"});
+      const std::vector<Bar> bars = decomposition_bars(arms, i, prefix);
+      row += page.figure(cat({"decomposition_", file_word(arms[i].name), "_", name_of(part)}),
+                         name_of(part), "a layer at a time", bar_chart(bars, largest(bars, 0), ""));
+    }
+    if (row.empty()) continue;
+    layers += "<h3>" + swatch(arms, i) + escaped(arms[i].name) + "</h3>" + grid_of(row, "quad");
+  }
+  return grid_of(out) + layers;
 }
 
 std::string head(const std::string& title) {

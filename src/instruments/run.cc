@@ -105,6 +105,19 @@ void put_in_order(RunData& run) {
 
 bool is_run(const fs::path& folder) { return fs::exists(folder / "metrics.jsonl"); }
 
+/// What `decompose` left beside the run counts as measured in its last step.
+void read_decomposition(const fs::path& file, RunData& run) {
+  if (run.steps.empty() || !fs::exists(file)) return;
+  const Result<nlohmann::json> json = read_json(file);
+  if (!json || !json->is_object() || !json->contains("metrics")) return;
+  for (const auto& [name, value] : json->at("metrics").items()) {
+    if (!value.is_number() || !name.starts_with("fp4/")) continue;
+    std::vector<double>& column = run.metrics[name];
+    column.assign(run.steps.size(), kNaN);
+    column.back() = value.get<double>();
+  }
+}
+
 /// What is in the folder; a run without steps where nothing was measured yet.
 RunData read_run(const fs::path& folder, const std::string& name) {
   RunData run;
@@ -118,6 +131,7 @@ RunData read_run(const fs::path& folder, const std::string& name) {
     run.arm = folder.parent_path().filename().string();
   }
   read_metrics(value_or_throw(read_text(folder / "metrics.jsonl", std::size_t{4} << 30)), run);
+  read_decomposition(folder / "decomposition.json", run);
   return run;
 }
 
