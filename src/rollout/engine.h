@@ -19,10 +19,17 @@
 namespace lockstep::rollout {
 
 /// The second FP4 pass over what the first one lost (QUADS, Rollout-ResQ).
-enum class Residual : std::uint8_t { kNone, kChannels, kDense };
+enum class Residual : std::uint8_t {
+  kNone,
+  kChannels,   // groups of 16 channels by L2
+  kDense,      // all of it
+  kTwoOfFour,  // the two largest of every four
+  kBlocks,     // 64 channels by L2; by 32 tokens under ResidualScope::kBatch
+};
 
-/// Whose residuals decide which channels get the second pass.
-enum class ResidualScope : std::uint8_t { kPerToken, kBatch };
+/// Whose residuals decide which channels get the second pass: the token's own, those of all tokens
+/// of the pass, or those of a calibration batch, which then stand in the contract.
+enum class ResidualScope : std::uint8_t { kPerToken, kBatch, kStatic };
 
 /// Declared differences between the engines, for studies (records.md 7); 0 and false: none.
 struct Drift {
@@ -33,7 +40,9 @@ struct Drift {
 struct Options {
   Residual residual = Residual::kNone;
   ResidualScope residual_scope = ResidualScope::kPerToken;
-  std::int32_t residual_permille = 500;  // tenths of a percent of the 16-wide channel groups
+  std::int32_t residual_permille = 500;  // tenths of a percent of the groups or blocks
+  SiteSet residual_sites{Site::kW13In};  // of w13_in and w2_in
+  float residual_alpha = 1.0f;           // what the second pass counts: 1, 1/2 or 1/4
   Drift drift{};
   std::int64_t cache_bytes = 1ll << 28;  // KV pages on the device
   std::int64_t swap_bytes = 1ll << 28;   // KV pages of preempted sequences, in host memory
@@ -97,6 +106,13 @@ class Engine {
 /// calibration batch show. `weights` is asked once.
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
                                       std::span<const std::vector<Token>> batch);
+
+/// The groups of channels that lose most over a named calibration batch, for
+/// ResidualScope::kStatic: Contract::residual_groups. `contract` quantizes the experts' inputs;
+/// passes run in BF16. `weights` is asked once.
+std::vector<std::uint8_t> calibrate_residual(const ModelConfig& model, const Contract& contract,
+                                             const Options& options, const WeightSource& weights,
+                                             std::span<const std::vector<Token>> batch);
 
 /// Submits all and steps until idle. In the order of the requests, and of the samples in each.
 /// Throws Error when the record store has no room for one sequence.

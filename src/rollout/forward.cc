@@ -225,6 +225,10 @@ TensorView<const float, 2> Forward::run(const Pass& pass, std::span<const LayerK
 
 WeightSink& Forward::weights() { return impl_->weights; }
 
+void Forward::observe(std::function<void(const ExpertInputs&)> observer) {
+  impl_->experts.observe(std::move(observer));
+}
+
 Metrics Forward::metrics() {
   const auto& kv = impl_->kv_counts;
   const auto& activations = impl_->experts.counts();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -14,6 +15,7 @@
 namespace lockstep::rollout {
 
 class Capture;
+struct ExpertInputs;
 
 /// K and V of a layer in the cache.
 struct LayerKv {
@@ -36,6 +38,9 @@ class Forward {
   /// Codes and BF16 weights, written in place, laid out for the kernels. commit() answers with the
   /// CRC32C of each weight as it was put: codes, then scales, then global scale bytes; or BF16.
   WeightSink& weights();
+
+  /// Shows what the experts read at every layer and site from now on: for calibration.
+  void observe(std::function<void(const ExpertInputs&)> observer);
 
   /// What quantization met since the last call: fp4/scale/{zero,underflow}_frac of all blocks of
   /// activations, K and V; fp4/scale/sat_frac of those of K and V. Empty where none were quantized.

@@ -33,7 +33,25 @@ void half_of(const PackedView<const std::uint8_t>& from, bool second,
   }
 }
 
-void require_residual(const Options& options) {
+void require_residual(const Agreement& agreement, const Options& options) {
+  const float alpha = options.residual_alpha;
+  if (alpha != 1.0f && alpha != 0.5f && alpha != 0.25f) {
+    throw Error(cat({"residual.alpha is ", alpha,
+                     "; expected 1, 0.5 or 0.25, whose products are "
+                     "exact"}));
+  }
+  const bool chooses =
+      options.residual == Residual::kChannels || options.residual == Residual::kBlocks;
+  if (chooses && options.residual_scope == ResidualScope::kStatic) {
+    const ModelConfig& m = agreement.model;
+    const auto expected =
+        static_cast<std::size_t>(m.num_layers * (m.hidden / 16 + m.expert_width / 16));
+    if (agreement.contract.residual_groups.size() != expected) {
+      throw Error(cat({"residual.scope is static, and the contract has ",
+                       agreement.contract.residual_groups.size(), " residual_groups of ", expected,
+                       ": fill them with calibrate_residual"}));
+    }
+  }
   if (options.residual_permille < 0 || options.residual_permille > 1000) {
     throw Error(cat({"residual.permille is ", options.residual_permille,
                      "; expected 0 to 1000, tenths of a percent"}));
@@ -55,7 +73,7 @@ ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& option
       slots_(agreement.model.experts_per_token),
       counts_(kernels::kNumQuantizeCounts, 0),
       offsets_(static_cast<std::size_t>(experts_ + 1)) {
-  require_residual(options);
+  require_residual(agreement, options);
 }
 
 bool ForwardExperts::quantizes(Layer layer) const {
@@ -74,9 +92,8 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
 
   SiteInput site{.x = x, .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
-  if (weights.format == ExpertFormat::kW4a4 && options_.residual != Residual::kNone) {
-    site.residual = residual(site);
-  }
+  if (compensates(weights, Site::kW13In)) site.residual = residual(layer, Site::kW13In, site);
+  if (observer_) observer_({layer, Site::kW13In, x, row_of_, offsets_});
   const auto up = up_.view(items, 2 * f_);
   product(site, weights, false, row_of_, up);
 
@@ -89,6 +106,8 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
   }
   site = {.x = w2_in, .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
+  if (compensates(weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
+  if (observer_) observer_({layer, Site::kW2In, w2_in, slot_of_, offsets_});
   const auto down = down_.view(items, d_);
   product(site, weights, true, slot_of_, down);
   kernels::combine({.y = down, .gates = gates_.view(rows, slots_), .out = out}, {});
@@ -147,16 +166,34 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
   return codes;
 }
 
-/// What the codes lost of the channels that lost most, for the second pass.
-PackedView<const std::uint8_t> ForwardExperts::residual(const SiteInput& site) {
-  const auto out = residual_.view(site.x.shape[0], site.x.shape[1], 16);
-  const bool batch = options_.residual_scope == ResidualScope::kBatch;
-  kernels::residual(
-      {.x = site.x,
-       .q = site.codes,
-       .choice = batch ? kernels::ResidualChoice::kBatch : kernels::ResidualChoice::kPerToken,
-       .per_mille = options_.residual == Residual::kDense ? 1000 : options_.residual_permille,
-       .out = out});
+bool ForwardExperts::compensates(const LayerWeights& weights, Site site) const {
+  return weights.format == ExpertFormat::kW4a4 && options_.residual != Residual::kNone &&
+         options_.residual_sites.has(site);
+}
+
+/// What the codes lost where they lost most, for the second pass.
+PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
+                                                        const SiteInput& input) {
+  const auto out = residual_.view(input.x.shape[0], input.x.shape[1], 16);
+  kernels::ResidualArgs args = {.x = input.x, .q = input.codes, .out = out};
+  args.per_mille = options_.residual == Residual::kDense ? 1000 : options_.residual_permille;
+  if (options_.residual == Residual::kBlocks) args.pattern = kernels::ResidualPattern::kBlocks;
+  if (options_.residual == Residual::kTwoOfFour) {
+    args.pattern = kernels::ResidualPattern::kTwoOfFour;
+  }
+  const bool chooses =
+      options_.residual == Residual::kChannels || options_.residual == Residual::kBlocks;
+  if (chooses && options_.residual_scope == ResidualScope::kBatch) {
+    args.choice = kernels::ResidualChoice::kBatch;
+  } else if (chooses && options_.residual_scope == ResidualScope::kStatic) {
+    const std::int64_t first = layer.value * (d_ / 16 + f_ / 16);
+    args.choice = kernels::ResidualChoice::kStatic;
+    args.chosen = {
+        agreement_.contract.residual_groups.data() + first + (site == Site::kW2In ? d_ / 16 : 0),
+        {input.x.shape[1] / 16},
+        {1}};
+  }
+  kernels::residual(args);
   return out;
 }
 
@@ -179,7 +216,10 @@ void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Wei
                          .offsets = as_view(offsets_),
                          .from = as_view(from),
                          .to = as_view(slot_of_),
-                         .out = y};
+                         .out = y,
+                         .residual_halvings = options_.residual_alpha == 1.0f   ? 0
+                                              : options_.residual_alpha == 0.5f ? 1
+                                                                                : 2};
   if (!options_.drift.split_k) return kernels::w4a4(args);
   in_halves(site, 16, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "kernels/exact/quantize.h"
@@ -46,6 +48,17 @@ struct Nonfinite {
   const char* what = "";
 };
 
+/// What the experts of a layer read at one site: item i is row from[i] of x, for the expert whose
+/// range of offsets [E + 1] holds i.
+struct ExpertInputs {
+  Layer layer;
+  Site site;
+  TensorView<const Bf16, 2> x;  // [n, D], or [n * K, F]
+  std::span<const std::int32_t> from;
+  std::span<const std::int32_t> offsets;
+};
+using ExpertObserver = std::function<void(const ExpertInputs&)>;
+
 class ForwardExperts {
  public:
   ForwardExperts(const Agreement& agreement, const Options& options);
@@ -53,6 +66,9 @@ class ForwardExperts {
   /// out = the combined output for `x` [n, D], BF16, normalized. Records go to `capture`.
   Nonfinite run(const Pass& pass, Layer layer, const LayerWeights& weights,
                 TensorView<const Bf16, 2> x, Capture& capture, TensorView<Bf16, 2> out);
+
+  /// Shows every site's inputs from now on: calibration.
+  void observe(ExpertObserver observer) { observer_ = std::move(observer); }
 
   /// QuantizeCount of all activations so far.
   std::vector<std::int64_t>& counts() { return counts_; }
@@ -70,7 +86,8 @@ class ForwardExperts {
   bool quantizes(Layer layer) const;
   PackedView<const std::uint8_t> quantize(const Pass& pass, Layer layer, Site site,
                                           TensorView<const Bf16, 2> x, Capture& capture);
-  PackedView<const std::uint8_t> residual(const SiteInput& site);
+  bool compensates(const LayerWeights& weights, Site site) const;
+  PackedView<const std::uint8_t> residual(Layer layer, Site site, const SiteInput& input);
   void coded_product(const SiteInput& site, const kernels::W4a4Weights& weights,
                      std::span<const std::int32_t> from, TensorView<float, 2> y);
   void mx_product(const SiteInput& site, const PackedView<const std::uint8_t>& weights,
@@ -85,6 +102,7 @@ class ForwardExperts {
 
   Agreement agreement_;
   Options options_;
+  ExpertObserver observer_;
   std::int64_t d_, f_, experts_, slots_;
   std::vector<std::int64_t> counts_;
 

@@ -13,6 +13,8 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr std::int64_t kGroup = 16;
+constexpr std::int64_t kBlockRows = 32;  // of ResidualPattern::kBlocks
+constexpr std::int64_t kBlockCols = 64;
 constexpr std::int64_t kGrainElements = 1 << 13;
 constexpr Quantizer kRule = {.element = Element::kE2m1,
                              .scale = ScaleFormat::kE4m3,
@@ -45,7 +47,7 @@ void check(const ResidualArgs& args) {
           {"residual: q has ", args.q.global.shape[0], " global scales for ", rows, " rows"});
   require(args.per_mille >= 0 && args.per_mille <= 1000,
           {"residual: per_mille is ", args.per_mille, ", must be in [0, 1000]"});
-  if (args.choice == ResidualChoice::kStatic) {
+  if (args.choice == ResidualChoice::kStatic && args.pattern != ResidualPattern::kTwoOfFour) {
     require(args.chosen.shape[0] == cols / kGroup && !args.chosen.empty(),
             {"residual: chosen has ", args.chosen.shape[0], " entries, must have one for each of ",
              cols / kGroup, " groups"});
@@ -115,18 +117,74 @@ Residuals residuals_of(const ResidualArgs& args, Isa isa) {
   return all;
 }
 
-std::vector<std::uint8_t> batch_choice(const ResidualArgs& args, const Residuals& all) {
+/// Groups that are chosen together.
+std::int64_t unit_groups(const ResidualArgs& args) {
+  return args.pattern == ResidualPattern::kBlocks ? kBlockCols / kGroup : 1;
+}
+
+/// Scores of units, from those of their groups; rows [first, end) are added up.
+std::vector<float> unit_scores(const ResidualArgs& args, const Residuals& all, std::int64_t first,
+                               std::int64_t end) {
   const std::int64_t groups = args.x.shape[1] / kGroup;
-  std::vector<float> sums(static_cast<std::size_t>(groups));
-  for (std::int64_t r = 0; r < args.x.shape[0]; ++r) {
+  const std::int64_t together = unit_groups(args);
+  std::vector<float> scores(static_cast<std::size_t>((groups + together - 1) / together));
+  for (std::int64_t r = first; r < end; ++r) {
     for (std::int64_t g = 0; g < groups; ++g) {
-      sums[static_cast<std::size_t>(g)] += all.scores[static_cast<std::size_t>(r * groups + g)];
+      scores[static_cast<std::size_t>(g / together)] +=
+          all.scores[static_cast<std::size_t>(r * groups + g)];
     }
   }
-  std::vector<std::uint8_t> chosen(static_cast<std::size_t>(groups));
+  return scores;
+}
+
+/// A choice of units as one of groups.
+void spread(const std::uint8_t* units, std::int64_t together, std::int64_t groups,
+            std::uint8_t* out) {
+  for (std::int64_t g = 0; g < groups; ++g) out[g] = units[g / together];
+}
+
+/// One choice for all rows, [groups], or one every `rows_of_tile` rows.
+std::vector<std::uint8_t> batch_choice(const ResidualArgs& args, const Residuals& all,
+                                       std::int64_t rows_of_tile) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t groups = args.x.shape[1] / kGroup;
+  const std::int64_t tiles = (rows + rows_of_tile - 1) / std::max<std::int64_t>(rows_of_tile, 1);
+  std::vector<float> scores;
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    const std::vector<float> more =
+        unit_scores(args, all, t * rows_of_tile, std::min(rows, (t + 1) * rows_of_tile));
+    scores.insert(scores.end(), more.begin(), more.end());
+  }
+  const auto units = static_cast<std::int64_t>(scores.size());
+  std::vector<std::uint8_t> chosen(scores.size());
   std::vector<std::int32_t> order;
-  choose(sums.data(), groups, count_chosen(args.per_mille, groups), order, chosen.data());
-  return chosen;
+  choose(scores.data(), units, count_chosen(args.per_mille, units), order, chosen.data());
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(tiles * groups));
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    spread(chosen.data() + t * (units / tiles), unit_groups(args), groups, out.data() + t * groups);
+  }
+  return out;
+}
+
+std::int64_t tile_rows(const ResidualArgs& args) {
+  return args.pattern == ResidualPattern::kBlocks ? kBlockRows : args.x.shape[0];
+}
+
+/// Clears the codes of the two smaller residuals of every four.
+void keep_two_of_four(const Bf16* values, std::int64_t cols, std::uint8_t* codes) {
+  for (std::int64_t first = 0; first < cols; first += 4) {
+    std::uint32_t a[4];
+    for (std::int64_t i = 0; i < 4; ++i) a[i] = bits_of(values[first + i]) & 0x7FFFu;
+    std::uint32_t keep = 0;
+    for (std::uint32_t i = 0; i < 4; ++i) {
+      std::uint32_t before = 0;
+      for (std::uint32_t j = 0; j < 4; ++j) before += a[j] > a[i] || (a[j] == a[i] && j < i);
+      if (before < 2) keep |= 15u << (4 * i);
+    }
+    std::uint8_t* pair = codes + first / 2;
+    pair[0] = static_cast<std::uint8_t>(pair[0] & keep);
+    pair[1] = static_cast<std::uint8_t>(pair[1] & keep >> 8);
+  }
 }
 
 /// Quantizes a row's residual under 2^(n - 2) and clears what was not chosen.
@@ -144,6 +202,7 @@ void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Simd
     block_amaxes(simd, values, cols, static_cast<std::int32_t>(kGroup), amaxes.data());
     encode_row(simd, encoded, kRule, amaxes.data(), counts);
   }
+  if (args.pattern == ResidualPattern::kTwoOfFour) keep_two_of_four(values, cols, codes);
   for (std::int64_t g = 0; g < cols / kGroup; ++g) {
     if (chosen[g] != 0) continue;
     scales[g] = 0;
@@ -160,30 +219,35 @@ void residual_on(const ResidualArgs& args, Isa isa) {
   check_packed(args.out, "out", rows, cols);
   if (rows == 0 || cols == 0) return;
   const std::int64_t groups = cols / kGroup;
-  const std::int64_t count = count_chosen(args.per_mille, groups);
   const Residuals all = residuals_of(args, isa);
   const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(kRule);
+  const bool whole = args.pattern == ResidualPattern::kTwoOfFour;
+  const ResidualChoice choice = whole ? ResidualChoice::kStatic : args.choice;
   std::vector<std::uint8_t> shared;
-  if (args.choice == ResidualChoice::kBatch) shared = batch_choice(args, all);
-  if (args.choice == ResidualChoice::kStatic) {
+  if (choice == ResidualChoice::kBatch) shared = batch_choice(args, all, tile_rows(args));
+  if (choice == ResidualChoice::kStatic) {
     for (std::int64_t g = 0; g < groups; ++g) {
-      shared.push_back(args.chosen.data[g * args.chosen.stride[0]]);
+      shared.push_back(whole ? 1 : args.chosen.data[g * args.chosen.stride[0]]);
     }
   }
   for_rows(args, [&](std::int64_t first, std::int64_t end) {
-    std::vector<std::uint8_t> own(static_cast<std::size_t>(groups));
+    std::vector<std::uint8_t> own(static_cast<std::size_t>(groups)), units(own);
     std::vector<std::int32_t> order;
     std::vector<std::uint16_t> amaxes(static_cast<std::size_t>(groups) + 8);
     const std::vector<std::uint8_t> nothing(static_cast<std::size_t>(groups));
     for (std::int64_t r = first; r < end; ++r) {
-      if (args.choice == ResidualChoice::kPerToken) {
-        choose(all.scores.data() + r * groups, groups, count, order, own.data());
+      const std::uint8_t* chosen = shared.data();
+      if (choice == ResidualChoice::kPerToken) {
+        const std::vector<float> scores = unit_scores(args, all, r, r + 1);
+        const auto count = static_cast<std::int64_t>(scores.size());
+        choose(scores.data(), count, count_chosen(args.per_mille, count), order, units.data());
+        spread(units.data(), unit_groups(args), groups, own.data());
+        chosen = own.data();
+      } else if (choice == ResidualChoice::kBatch) {
+        chosen += r / tile_rows(args) * groups;
       }
-      const bool finite = all.finite[static_cast<std::size_t>(r)] != 0;
-      const std::vector<std::uint8_t>& chosen = !finite                                    ? nothing
-                                                : args.choice == ResidualChoice::kPerToken ? own
-                                                                                           : shared;
-      encode(args, r, all.values.data() + r * cols, simd, amaxes, chosen.data());
+      if (all.finite[static_cast<std::size_t>(r)] == 0) chosen = nothing.data();
+      encode(args, r, all.values.data() + r * cols, simd, amaxes, chosen);
       if (!args.out.global.empty()) {
         args.out.global.data[r * args.out.global.stride[0]] =
             power_of_two(row_exponent(args, r) - 2);
@@ -194,11 +258,28 @@ void residual_on(const ResidualArgs& args, Isa isa) {
 
 void residual(const ResidualArgs& args, Stream) { residual_on(args, best_isa()); }
 
-std::vector<std::uint8_t> residual_groups(const ResidualArgs& args) {
-  ResidualArgs batch = args;
-  batch.choice = ResidualChoice::kBatch;
-  check(batch);
-  return batch_choice(batch, residuals_of(batch, best_isa()));
+std::vector<float> residual_scores(const ResidualArgs& args) {
+  ResidualArgs plain = args;
+  plain.choice = ResidualChoice::kBatch;
+  plain.pattern = ResidualPattern::kChannels;
+  check(plain);
+  return unit_scores(plain, residuals_of(plain, best_isa()), 0, plain.x.shape[0]);
+}
+
+std::vector<std::uint8_t> choose_groups(const std::vector<float>& scores, ResidualPattern pattern,
+                                        std::int32_t per_mille) {
+  const auto groups = static_cast<std::int64_t>(scores.size());
+  const std::int64_t together = pattern == ResidualPattern::kBlocks ? kBlockCols / kGroup : 1;
+  std::vector<float> units(static_cast<std::size_t>((groups + together - 1) / together));
+  for (std::size_t g = 0; g < scores.size(); ++g) {
+    units[g / static_cast<std::size_t>(together)] += scores[g];
+  }
+  const auto count = static_cast<std::int64_t>(units.size());
+  std::vector<std::uint8_t> chosen(units.size()), out(scores.size());
+  std::vector<std::int32_t> order;
+  choose(units.data(), count, count_chosen(per_mille, count), order, chosen.data());
+  spread(chosen.data(), together, groups, out.data());
+  return out;
 }
 
 }  // namespace lockstep::kernels

@@ -17,11 +17,20 @@ enum class ResidualChoice : std::uint8_t {
   kStatic,    // `chosen`, from a calibration batch: part of the contract's id
 };
 
+/// What can be chosen, and kept of a quantized residual.
+enum class ResidualPattern : std::uint8_t {
+  kChannels,   // groups of 16 channels, which share a scale
+  kBlocks,     // 64 channels of a row; of 32 rows under kBatch
+  kTwoOfFour,  // of every four elements the two with the larger residuals, ties to the lower index;
+               // `choice` and `per_mille` are not read
+};
+
 struct ResidualArgs {
   TensorView<const Bf16, 2> x{};       // [rows, cols]
   PackedView<const std::uint8_t> q{};  // of x, NVFP4 under a power-of-two scale a row
+  ResidualPattern pattern = ResidualPattern::kChannels;
   ResidualChoice choice = ResidualChoice::kPerToken;
-  std::int32_t per_mille = 500;                // of the groups that are compensated, rounded up
+  std::int32_t per_mille = 500;                // of the groups or blocks, rounded up
   TensorView<const std::uint8_t, 1> chosen{};  // kStatic: [cols / 16], 0 or 1
   // Codes and scales of the residual under 2^(n - 2), n the row's; zeros in groups not chosen.
   // `global` may be empty.
@@ -30,12 +39,18 @@ struct ResidualArgs {
 
 /// Quantizes the residuals. A group's score is the sum over its elements, in their order, of
 /// (r * 2^-n)^2, every step rounded to FP32; the largest ceil(per_mille * groups / 1000) are
-/// chosen, ties to the lower index. Rows that hold NaN or Inf have no residual. Bit-exact. Throws
-/// Error naming the argument.
+/// chosen, ties to the lower index. A block's score is its groups' scores added in their order,
+/// over its rows in theirs. Choosing before or after quantization is the same: what shares a scale
+/// is chosen together, or with its largest element. Rows that hold NaN or Inf have no residual.
+/// Bit-exact. Throws Error naming the argument.
 void residual(const ResidualArgs& args, Stream stream = {});
 void residual_on(const ResidualArgs& args, Isa isa);
 
-/// The choice that kBatch makes for these rows, for kStatic to keep: 1 where a group is chosen.
-std::vector<std::uint8_t> residual_groups(const ResidualArgs& args);
+/// The sum of the rows' scores of each group of 16, [cols / 16]; `out` is not read.
+std::vector<float> residual_scores(const ResidualArgs& args);
+
+/// The largest of such sums, for kStatic to keep: 1 where a group is chosen.
+std::vector<std::uint8_t> choose_groups(const std::vector<float>& scores, ResidualPattern pattern,
+                                        std::int32_t per_mille);
 
 }  // namespace lockstep::kernels

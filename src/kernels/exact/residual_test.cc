@@ -226,13 +226,97 @@ TEST_P(ResidualIsa, PerTokenDoesNotSeeTheBatch) {
   }
 }
 
+TEST_P(ResidualIsa, KeepsTwoOfEveryFour) {
+  Case c(12, 96, 8);
+  c.quantize_x();
+  ResidualArgs args = c.args();
+  args.per_mille = 1000;
+  residual_on(args, GetParam());
+  const Packed dense = c.r;
+  args.pattern = ResidualPattern::kTwoOfFour;
+  args.per_mille = 0;  // not read
+  residual_on(args, GetParam());
+  EXPECT_EQ(c.r.scales, dense.scales);  // the largest of a block is always kept
+  for (std::int64_t row = 0; row < 12; ++row) {
+    for (std::int64_t first = 0; first < 96; first += 4) {
+      double size[4];
+      for (std::int64_t i = 0; i < 4; ++i) {
+        const double x = to_float(c.x[static_cast<std::size_t>(row * 96 + first + i)]);
+        size[i] = std::abs(c.q.value(row, 96, first + i) - x);
+      }
+      for (std::int64_t i = 0; i < 4; ++i) {
+        int before = 0;
+        for (std::int64_t j = 0; j < 4; ++j) {
+          before += size[j] > size[i] || (size[j] == size[i] && j < i);
+        }
+        const double want = before < 2 ? dense.value(row, 96, first + i) : 0.0;
+        ASSERT_EQ(c.r.value(row, 96, first + i), want) << row << " " << first + i;
+      }
+    }
+    const auto [plain, compensated] = c.errors(row);
+    EXPECT_LT(compensated, plain);
+  }
+}
+
+TEST_P(ResidualIsa, BlocksAre64ChannelsOfAToken) {
+  Case c(9, 160, 9);  // blocks of 64, 64 and 32
+  c.quantize_x();
+  ResidualArgs args = c.args();
+  args.pattern = ResidualPattern::kBlocks;
+  args.per_mille = 334;  // two of three
+  residual_on(args, GetParam());
+  for (std::int64_t row = 0; row < 9; ++row) {
+    double score[3] = {0, 0, 0};
+    for (std::int64_t col = 0; col < 160; ++col) {
+      const double r =
+          c.q.value(row, 160, col) - to_float(c.x[static_cast<std::size_t>(row * 160 + col)]);
+      score[col / 64] += r * r;
+    }
+    const int least = static_cast<int>(std::min_element(score, score + 3) - score);
+    for (std::int64_t g = 0; g < 10; ++g) {
+      const bool chosen = g / 4 != least;
+      EXPECT_EQ(c.r.scales[static_cast<std::size_t>(row * 10 + g)] != 0, chosen) << row << " " << g;
+    }
+    const auto [plain, compensated] = c.errors(row);
+    EXPECT_LT(compensated, plain);
+  }
+}
+
+TEST_P(ResidualIsa, BlocksOfABatchAre32TokensHigh) {
+  Case c(70, 128, 10);  // 3 x 2 blocks, the last of 6 rows
+  c.quantize_x();
+  ResidualArgs args = c.args();
+  args.pattern = ResidualPattern::kBlocks;
+  args.choice = ResidualChoice::kBatch;
+  residual_on(args, GetParam());
+  std::vector<float> score(6);
+  for (std::int64_t row = 0; row < 70; ++row) {
+    const double global = c.q.global[static_cast<std::size_t>(row)];
+    for (std::int64_t col = 0; col < 128; ++col) {
+      const double r =
+          (c.q.value(row, 128, col) - to_float(c.x[static_cast<std::size_t>(row * 128 + col)])) /
+          global;
+      score[static_cast<std::size_t>(row / 32 * 2 + col / 64)] += static_cast<float>(r * r);
+    }
+  }
+  for (std::size_t unit = 0; unit < 6; ++unit) {
+    int above = 0;
+    for (std::size_t other = 0; other < 6; ++other) above += score[other] > score[unit];
+    for (std::size_t row = unit / 2 * 32; row < std::min<std::size_t>(70, unit / 2 * 32 + 32);
+         ++row) {
+      EXPECT_EQ(c.r.scales[row * 8 + unit % 2 * 4] != 0, above < 3) << unit << " " << row;
+    }
+  }
+}
+
 TEST(Residual, BatchChoiceCanBeKept) {
   Case batch(9, 96, 6);
   batch.quantize_x();
   ResidualArgs args = batch.args();
   args.choice = ResidualChoice::kBatch;
   residual(args);
-  std::vector<std::uint8_t> groups = residual_groups(args);
+  std::vector<std::uint8_t> groups =
+      choose_groups(residual_scores(args), args.pattern, args.per_mille);
   EXPECT_EQ(std::count(groups.begin(), groups.end(), 1), 3);
   Case kept(9, 96, 6);
   kept.quantize_x();

@@ -155,6 +155,9 @@ void check(const W4a4Args& args, std::int64_t items) {
           {"w4a4: a has ", args.a.codes.shape[1] * 2, " columns, the weights have ", args.w.cols});
   require(args.w.experts > 0 && args.w.out > 0 && args.w.data != nullptr,
           {"w4a4: the weights are empty"});
+  if (args.residual_halvings < 0 || args.residual_halvings > 2) {
+    fail({"w4a4: residual_halvings is ", args.residual_halvings, ", must be 0, 1 or 2"});
+  }
   if (has_residual(args)) {
     check_packed("w4a4", "residual", args.residual);
     if (!(args.residual.codes.shape == args.a.codes.shape))
@@ -231,7 +234,7 @@ void unpack(const W4a4Args& args, const Unit& unit, const TileBackend& backend, 
     const std::int64_t from = items_of(args).from_row(unit.first + i);
     for (std::int64_t part = 0; part < parts; ++part) {
       PartialRow row = partial_row(part == 0 ? args.a : args.residual, from);
-      row.factor = parts == 1 ? 1 : part == 0 ? 4 : -1;
+      row.factor = parts == 1 ? 1 : part == 0 ? 4 << args.residual_halvings : -1;
       row.stride = rows * parts;
       const std::int64_t at = tile * parts * blocks + (i - tile) * parts + part;
       row.a = into.a.data() + at * kBlock;
@@ -239,7 +242,8 @@ void unpack(const W4a4Args& args, const Unit& unit, const TileBackend& backend, 
       backend.unpack(row);
     }
     const auto at = static_cast<std::size_t>(i);
-    into.shift[at] = exponent_of(global_of(args.a, from)) + n_w - (parts == 2 ? 22 : 20);
+    into.shift[at] = exponent_of(global_of(args.a, from)) + n_w -
+                     (parts == 2 ? 22 + args.residual_halvings : 20);
     into.out[at] = args.out.data + items_of(args).to_row(unit.first + i) * args.out.stride[0];
   }
 }

@@ -57,11 +57,14 @@ struct W4a4Args {
   TensorView<const std::int32_t, 1> from{};     // [items]
   TensorView<const std::int32_t, 1> to{};       // [items], each row of `out` at most once
   TensorView<float, 2> out;                     // [>= items, w.out]; rows no item names stay
+  // The residual counts half, so many times: 0, 1 or 2. An alpha of one half is 1.
+  std::int32_t residual_halvings = 0;
 };
 
 /// out[to[i]] = a[from[i]] . w[expert of i]:
 ///   ldexpf(RNE_f32(acc), n_a + n_w - 20), or with a residual
-///   ldexpf(RNE_f32(4 * acc_a - acc_residual), n_a + n_w - 22).
+///   ldexpf(RNE_f32(4 * acc_a - acc_residual), n_a + n_w - 22), and with h halvings
+///   ldexpf(RNE_f32(2^(2 + h) * acc_a - acc_residual), n_a + n_w - 22 - h).
 /// It rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives +0.
 ///
 /// On a CPU; every backend returns the same bytes. Throws Error naming the argument.

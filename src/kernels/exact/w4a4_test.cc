@@ -220,6 +220,29 @@ TEST_P(W4a4Isa, ResidualEqualsTwoProductsWhereTheyAreExact) {
   for (std::size_t i = 0; i < y.size(); ++i) EXPECT_EQ(y[i], first[i] - 0.25f * second[i]);
 }
 
+TEST_P(W4a4Isa, HalvedResidualsEqualTwoProductsWhereTheyAreExact) {
+  Packed a = random_packed(8, 32, 15, 0);
+  Packed residual = random_packed(8, 32, 16, 0);
+  Packed w = random_packed(16, 32, 17, 0, true);
+  for (auto* p : {&a, &residual, &w}) {
+    for (auto& s : p->scales) s = static_cast<std::uint8_t>(0x28 + s % 16);
+  }
+  const Weights weights(w);
+  const std::vector<float> first = product(a, weights.view, GetParam());
+  const std::vector<float> second = product(residual, weights.view, GetParam());
+  for (const int halvings : {1, 2}) {
+    std::vector<float> y(8 * 16);
+    w4a4_on({.a = a.view(),
+             .residual = residual.view(),
+             .w = weights.view,
+             .out = {y.data(), {8, 16}, {16, 1}},
+             .residual_halvings = halvings},
+            GetParam());
+    const float share = halvings == 1 ? 0.125f : 0.0625f;
+    for (std::size_t i = 0; i < y.size(); ++i) EXPECT_EQ(y[i], first[i] - share * second[i]);
+  }
+}
+
 TEST_P(W4a4Isa, R45_AlternatingBlockScales) {
   Packed a(1, 64);
   Packed w(16, 64);

@@ -1,9 +1,13 @@
+#include "rollout/calibrate.h"
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
+#include "kernels/exact/residual.h"
 #include "numerics/exponent.h"
 #include "rollout/capture.h"
 #include "rollout/engine.h"
@@ -99,29 +103,71 @@ void check_batch(const ModelConfig& model, std::span<const std::vector<Token>> b
 
 }  // namespace
 
-std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
-                                      std::span<const std::vector<Token>> batch) {
-  check_batch(model, batch);
+void calibrate(const CalibrationArgs& args) {
+  check_batch(args.model, args.batch);
   const Agreement agreement = {
-      .model = model, .contract = contracts::bf16(), .guide = {}, .seed = 0};
+      .model = args.model, .contract = contracts::bf16(), .guide = {}, .seed = 0};
   Forward forward(agreement, Options{}, Device{});
   forward.weights().begin(WeightVersion{0}, agreement.contract.id());
-  weights.each([&](const Weight& weight) { hand_over(weight, forward.weights()); });
+  args.weights.each([&](const Weight& weight) { hand_over(weight, forward.weights()); });
   forward.weights().commit();
+  forward.observe(args.observer);
 
-  std::vector<float> most(static_cast<std::size_t>(2 * model.num_layers), 0.0f);
-  for (std::size_t first = 0; first < batch.size();) {
+  std::vector<float> most(static_cast<std::size_t>(2 * args.model.num_layers), 0.0f);
+  for (std::size_t first = 0; first < args.batch.size();) {
     std::size_t end = first;
-    for (std::int64_t tokens = 0; end < batch.size() && (end == first || tokens < kTokensPerPass);
-         ++end) {
-      tokens += static_cast<std::int64_t>(batch[end].size());
+    for (std::int64_t tokens = 0;
+         end < args.batch.size() && (end == first || tokens < kTokensPerPass); ++end) {
+      tokens += static_cast<std::int64_t>(args.batch[end].size());
     }
-    read(forward, agreement, batch.subspan(first, end - first), most);
+    read(forward, agreement, args.batch.subspan(first, end - first), most);
     first = end;
   }
+  if (args.kv_amax != nullptr) *args.kv_amax = std::move(most);
+}
+
+std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
+                                      std::span<const std::vector<Token>> batch) {
+  std::vector<float> most;
+  calibrate({.model = model, .weights = weights, .batch = batch, .kv_amax = &most});
   std::vector<std::int8_t> exponents;
   for (const float amax : most) exponents.push_back(static_cast<std::int8_t>(kv_exponent(amax)));
   return exponents;
+}
+
+std::vector<std::uint8_t> calibrate_residual(const ModelConfig& model, const Contract& contract,
+                                             const Options& options, const WeightSource& weights,
+                                             std::span<const std::vector<Token>> batch) {
+  const std::int64_t d = model.hidden / 16, f = model.expert_width / 16;
+  std::vector<double> scores(static_cast<std::size_t>(model.num_layers * (d + f)));
+  const auto add = [&](const ExpertInputs& inputs) {
+    const auto [rows, cols] = inputs.x.shape;
+    CodeRows codes;
+    const auto packed = codes.view(rows, cols, 16);
+    kernels::quantize({.x = inputs.x, .rule = contract.activation, .out = packed});
+    const std::vector<float> more =
+        kernels::residual_scores({.x = inputs.x, .q = packed, .out = {}});
+    const std::int64_t first = inputs.layer.value * (d + f) + (inputs.site == Site::kW2In ? d : 0);
+    for (std::size_t g = 0; g < more.size(); ++g) {
+      scores[static_cast<std::size_t>(first) + g] += static_cast<double>(more[g]);
+    }
+  };
+  calibrate({.model = model, .weights = weights, .batch = batch, .observer = add});
+
+  std::vector<std::uint8_t> chosen;
+  const auto pattern = options.residual == Residual::kBlocks ? kernels::ResidualPattern::kBlocks
+                                                             : kernels::ResidualPattern::kChannels;
+  for (std::size_t at = 0; at < scores.size();) {
+    for (const std::int64_t groups : {d, f}) {
+      const auto part = std::span(scores).subspan(at, static_cast<std::size_t>(groups));
+      const std::vector<float> sums(part.begin(), part.end());
+      const std::vector<std::uint8_t> own =
+          kernels::choose_groups(sums, pattern, options.residual_permille);
+      chosen.insert(chosen.end(), own.begin(), own.end());
+      at += static_cast<std::size_t>(groups);
+    }
+  }
+  return chosen;
 }
 
 }  // namespace lockstep::rollout
