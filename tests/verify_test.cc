@@ -115,6 +115,33 @@ TEST_F(VerifyTest, WhatDependsOnTheBatchIsFound) {
   EXPECT_FALSE(checks["batch"].ok);
 }
 
+TEST_F(VerifyTest, ASecondPassOfATokensOwnOrAFixedChoiceHoldsInAnyBatch) {
+  using rollout::Residual, rollout::ResidualScope;
+  std::vector<Token> text;
+  for (const char c : std::string("12*34=408;77+66=143")) text.push_back(c);
+  const std::pair<Residual, ResidualScope> passes[] = {
+      {Residual::kTwoOfFour, ResidualScope::kPerToken},
+      {Residual::kBlocks, ResidualScope::kPerToken},
+      {Residual::kChannels, ResidualScope::kStatic}};
+  for (const auto& [kind, scope] : passes) {
+    rollout::Options options = {.residual = kind,
+                                .residual_scope = scope,
+                                .residual_permille = 250,
+                                .residual_sites = {Site::kW13In, Site::kW2In},
+                                .residual_alpha = 0.5f};
+    Agreement agreement = agreement_;
+    if (scope == ResidualScope::kStatic) {
+      agreement.contract.residual_groups = rollout::calibrate_residual(
+          agreement.model, agreement.contract, options, checkpoint_, {&text, 1});
+      EXPECT_NE(agreement.contract.id(), agreement_.contract.id());
+    }
+    for (const auto& [name, check] :
+         run({.agreement = agreement, .weights = checkpoint_, .rollout = options})) {
+      EXPECT_TRUE(check.ok) << name << ": " << check.figures;
+    }
+  }
+}
+
 TEST_F(VerifyTest, ACacheWithoutExponentsFailsInWords) {
   agreement_.contract.kv_exponents.clear();
   auto checks = run({.agreement = agreement_, .weights = checkpoint_});

@@ -68,7 +68,12 @@ Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
 
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
   Arm arm = checked_arm(recipe, policy.config);
-  if (arm.contract.k.element == Element::kBf16 || !recipe.arm.kv_exponents.empty()) return arm;
+  const bool cache = arm.contract.k.element != Element::kBf16 && recipe.arm.kv_exponents.empty();
+  const bool channels = arm.rollout.residual_scope == rollout::ResidualScope::kStatic &&
+                        (arm.rollout.residual == rollout::Residual::kChannels ||
+                         arm.rollout.residual == rollout::Residual::kBlocks) &&
+                        recipe.arm.residual_groups.empty();
+  if (!cache && !channels) return arm;
   constexpr std::int64_t kCalibrationPrompts = 32;
   const auto count = std::min(kCalibrationPrompts, task.evaluation_size());
   std::vector<std::vector<Token>> batch;
@@ -77,7 +82,15 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
     tokens.resize(std::min(tokens.size(), static_cast<std::size_t>(policy.config.max_positions)));
     batch.push_back(std::move(tokens));
   }
-  recipe.arm.kv_exponents = rollout::calibrate_kv(policy.config, *policy.weights, batch);
+  if (cache) {
+    recipe.arm.kv_exponents = rollout::calibrate_kv(policy.config, *policy.weights, batch);
+  }
+  if (channels) {
+    for (const std::uint8_t chosen : rollout::calibrate_residual(
+             policy.config, arm.contract, arm.rollout, *policy.weights, batch)) {
+      recipe.arm.residual_groups += chosen != 0 ? '1' : '0';
+    }
+  }
   return bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
 }
 

@@ -41,6 +41,23 @@ ArmSpec quads() {
   return arm;
 }
 
+/// Rollout-ResQ: at every input of the experts, whatever the residual's form.
+ArmSpec resq(const char* name, rollout::Residual residual) {
+  ArmSpec arm = w4a4();
+  arm.name = name;
+  arm.residual = residual;
+  arm.residual_sites = {Site::kW13In, Site::kW2In};
+  return arm;
+}
+
+/// Half of the residual goes back, on both sides.
+ArmSpec of() {
+  ArmSpec arm = resq("of", rollout::Residual::kDense);
+  arm.residual_alpha = 0.5f;
+  arm.qat_residual = true;
+  return arm;
+}
+
 ArmSpec trace() {
   ArmSpec arm = w4a4();
   arm.name = "trace";
@@ -113,8 +130,24 @@ ArmSpec qurl() {
 std::vector<ArmSpec> all_arms() {
   // One a line: a trailing comma keeps it so.
   return {
-      bf16(),  naive(),      w4a16(),      w4a4(),          quads(),  qerl(),     qurl(),
-      trace(), trace_mod4(), trace_full(), four_over_six(), humans(), trace_46(),
+      bf16(),
+      naive(),
+      w4a16(),
+      w4a4(),
+      quads(),
+      qerl(),
+      qurl(),
+      trace(),
+      trace_mod4(),
+      trace_full(),
+      four_over_six(),
+      humans(),
+      trace_46(),
+      resq("resq_2_4", rollout::Residual::kTwoOfFour),
+      resq("resq_blocks", rollout::Residual::kBlocks),
+      resq("resq_channels", rollout::Residual::kChannels),
+      resq("resq_dense", rollout::Residual::kDense),
+      of(),
   };
 }
 
@@ -217,6 +250,19 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
   arm.rollout.residual = spec.residual;
   arm.rollout.residual_scope = spec.residual_scope;
   arm.rollout.residual_permille = spec.residual_permille;
+  arm.rollout.residual_sites = spec.residual_sites;
+  arm.rollout.residual_alpha = spec.residual_alpha;
+  if (spec.qat_residual) {
+    arm.qat.residual_alpha = spec.residual_alpha;
+    arm.qat.residual_sites = spec.residual_sites;
+  }
+  for (const char flag : spec.residual_groups) {
+    if (flag != '0' && flag != '1') {
+      throw Error(cat({"residual.groups holds '", std::string(1, flag),
+                       "'; it takes a 0 or 1 for each group of 16 channels"}));
+    }
+    arm.contract.residual_groups.push_back(flag == '1');
+  }
   return arm;
 }
 

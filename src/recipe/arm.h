@@ -56,6 +56,10 @@ struct ArmSpec {
   rollout::Residual residual = rollout::Residual::kNone;
   rollout::ResidualScope residual_scope = rollout::ResidualScope::kPerToken;
   std::int32_t residual_permille = 500;
+  SiteSet residual_sites{Site::kW13In};
+  float residual_alpha = 1.0f;
+  std::string residual_groups{};  // of the static scope, as 0 and 1; empty: calibrated at the start
+  bool qat_residual = false;      // does the trainer imitate the dense second pass?
   sync::Options sync{};
   /// The surrogate that belongs to the method; rl.surrogate of a recipe stands above it.
   std::optional<rl::Surrogate> surrogate{};

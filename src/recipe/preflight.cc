@@ -112,6 +112,46 @@ void check_qat(const Arm& arm) {
   }
 }
 
+/// The second pass is defined where both operands are NVFP4.
+void check_residual(const ArmSpec& spec, const Arm& arm, const ModelConfig& model) {
+  const rollout::Options& o = arm.rollout;
+  if (spec.qat_residual && (o.residual != rollout::Residual::kDense || !arm.qat.activations)) {
+    throw Error(
+        "qat.residual is true, which imitates a dense second pass over quantized activations; set "
+        "residual.kind = \"dense\" and qat.activations = true, or qat.residual = false");
+  }
+  if (spec.qat_residual &&
+      (arm.guide.sites.has(Site::kW13In) || arm.guide.sites.has(Site::kW2In))) {
+    throw Error(
+        "qat.residual is true and guide.sites has w13_in or w2_in: a record says nothing of a "
+        "second pass; guide only k and v, or set qat.residual = false");
+  }
+  if (o.residual == rollout::Residual::kNone) return;
+  const auto nvfp4 = [](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && !rule.is_mx();
+  };
+  if (!nvfp4(arm.contract.weight) || !nvfp4(arm.contract.activation)) {
+    throw Error(
+        "residual.kind is not none, and the contract's weights and activations are not both "
+        "NVFP4, whose product alone has a second pass; set residual.kind = \"none\"");
+  }
+  if (o.residual_alpha != 1.0f && o.residual_alpha != 0.5f && o.residual_alpha != 0.25f) {
+    throw Error(cat(
+        {"residual.alpha is ", o.residual_alpha, "; take 1, 0.5 or 0.25, whose sums are exact"}));
+  }
+  if (o.residual_sites == SiteSet{}) {
+    throw Error(
+        "residual.kind is not none and residual.sites is empty; name w13_in, w2_in or both");
+  }
+  const auto expected =
+      static_cast<std::size_t>(model.num_layers * (model.hidden / 16 + model.expert_width / 16));
+  const std::size_t given = arm.contract.residual_groups.size();
+  if (given != 0 && given != expected) {
+    throw Error(cat({"residual.groups has ", given, " flags; the model takes ", expected,
+                     ", or none: calibrated at the start"}));
+  }
+}
+
 void check_rl(const Recipe& r, const Arm& arm) {
   if (r.rl.bypass && arm.own_routes) {
     throw Error(
@@ -190,6 +230,7 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
 void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   check_shapes(arm, model);
   check_qat(arm);
+  check_residual(recipe.arm, arm, model);
   check_rl(recipe, arm);
   check_sync(arm.sync);
   check_rollout(recipe, arm, model);

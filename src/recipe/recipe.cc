@@ -72,6 +72,7 @@ std::vector<Key> arm_keys(ArmSpec& a) {
        -116, 116},
       {"qat.weights", &a.qat.weights, "does the trainer imitate the contract's weights?"},
       {"qat.activations", &a.qat.activations, "... its activations?"},
+      {"qat.residual", &a.qat_residual, "... the second pass over them, which must be dense?"},
       {"qat.k", &a.qat.k, "... its K?"},
       {"qat.v", &a.qat.v, "... its V?"},
       {"guide.mode",
@@ -99,11 +100,19 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"sync.noise_stages", &a.sync.noise.stages,
        "parts of the run, the first without noise, between which sigma falls; 0: every step", 0,
        kMostInt},
-      {"residual.kind", choice(a.residual, {"none", "channels", "dense"}),
+      {"residual.kind", choice(a.residual, {"none", "channels", "dense", "2:4", "blocks"}),
        "the rollout's second FP4 pass over what the first lost (QUADS: channels)"},
-      {"residual.scope", choice(a.residual_scope, {"per_token", "batch"}),
-       "whose residuals choose the channels; batch is the paper's, and not batch-invariant"},
-      {"residual.permille", &a.residual_permille, "of the 16-wide channel groups", 0, 1000},
+      {"residual.sites", Flags{&a.residual_sites.bits, {"w13_in", "w2_in"}}, "where it has one"},
+      {"residual.scope", choice(a.residual_scope, {"per_token", "batch", "static"}),
+       "whose residuals choose channels or blocks; batch is the papers', and not batch-invariant; "
+       "static: those of a calibration batch"},
+      {"residual.permille", &a.residual_permille, "of channels (in groups of 16) or blocks", 0,
+       1000},
+      {"residual.alpha", &a.residual_alpha, "what the second pass counts: 1, 0.5 or 0.25", 0, 1,
+       true},
+      {"residual.groups", &a.residual_groups,
+       "static: a 0 or 1 for each group of 16 channels, w13_in before w2_in, layer by layer; "
+       "empty: calibrated at the start"},
   };
 }
 

@@ -192,6 +192,14 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[rollout]\nmax_new_tokens = 512"), "");
   EXPECT_NE(contradiction("[rollout]\ncache = 1024"), "");
   EXPECT_NE(contradiction("[store]\nram = 100"), "");
+  EXPECT_NE(contradiction("arm = \"quads\"\n[residual]\nalpha = 0.3"), "");
+  EXPECT_NE(contradiction("arm = \"quads\"\n[residual]\nsites = []"), "");
+  EXPECT_NE(contradiction("arm = \"quads\"\n[residual]\ngroups = \"0110\""), "");
+  EXPECT_NE(contradiction("arm = \"quads\"\n[contract]\nactivations = false"), "");
+  EXPECT_NE(contradiction("arm = \"quads\"\n[qat]\nresidual = true"), "");
+  EXPECT_NE(contradiction("arm = \"trace\"\n[residual]\nkind = \"dense\"\n[qat]\nresidual = true"),
+            "");
+  EXPECT_EQ(contradiction("arm = \"quads\"\n[residual]\nscope = \"static\"\npermille = 125"), "");
   EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01"), "");
   EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01\nnoise_end = 1e-4\nnoise_stages = 1"), "");
   EXPECT_NE(contradiction("arm = \"qurl\"\n[rl]\nbypass = true\ncorrection = \"none\""), "");

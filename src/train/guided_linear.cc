@@ -2,7 +2,11 @@
 /// toward the codes that the rollout used (methods.md 1.1, A.3). Products then run on values that
 /// FP4 codes name, and their gradients see the same values; the gradient of the rounding itself is
 /// the identity.
+#include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide.h"
+#include "kernels/exact/quantize.h"
+#include "kernels/exact/residual.h"
+#include "numerics/bf16.h"
 #include "train/audit.h"
 #include "train/sites.h"
 
@@ -52,12 +56,53 @@ bool Sites::imitates(Place place) const {
   return false;
 }
 
+bool Sites::compensates(Place place) const {
+  return qat_.residual_alpha > 0.0f && qat_.residual_sites.has(place.site);
+}
+
+/// x in place: Q(x) + alpha Q(x - Q(x)), the rollout's two operands in one.
+void Sites::compensate(Place place, TensorView<Bf16, 2> x) const {
+  const auto [rows, cols] = x.shape;
+  const Quantizer& rule = agreement_.rule(place.site);
+  std::vector<std::uint8_t> codes[2], scales[2];
+  std::vector<float> globals[2], values[2];
+  const auto packed = [&](std::size_t part) -> PackedView<std::uint8_t> {
+    codes[part].resize(static_cast<std::size_t>(rows * cols / 2));
+    scales[part].resize(static_cast<std::size_t>(rows * cols / rule.block));
+    globals[part].resize(static_cast<std::size_t>(rows));
+    return {{codes[part].data(), {rows, cols / 2}, {cols / 2, 1}},
+            {scales[part].data(), {rows, cols / rule.block}, {cols / rule.block, 1}},
+            {globals[part].data(), {rows}, {1}}};
+  };
+  const auto main = packed(0), rest = packed(1);
+  kernels::quantize({.x = x, .rule = rule, .out = main});
+  kernels::residual({.x = x, .q = main, .per_mille = 1000, .out = rest});
+  for (const std::size_t part : {0u, 1u}) {
+    values[part].resize(static_cast<std::size_t>(rows * cols));
+    kernels::dequantize({.codes = part == 0 ? main : rest,
+                         .rule = rule,
+                         .f32 = {values[part].data(), {rows, cols}, {cols, 1}}});
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const auto at = static_cast<std::size_t>(r * cols + c);
+      // The residual is quantized minus true: it is taken away.
+      x.data[r * x.stride[0] + c] = to_bf16(values[0][at] - qat_.residual_alpha * values[1][at]);
+    }
+  }
+}
+
 /// x in place. Rows that no record covers are rounded at their own scale.
 void Sites::round(Place place, TensorView<Bf16, 2> x) const {
   const std::int64_t width = x.shape[0] * x.shape[1] / std::max<std::int64_t>(pack_.rows(), 1);
   std::vector<Bf16> before;
   if (audits(place)) before = audited_rows(x.data, width);
 
+  if (compensates(place)) {
+    compensate(place, x);
+    if (!before.empty()) audit(place, x.shape[1], before, audited_rows(x.data, width));
+    return;
+  }
   kernels::GuideArgs args = {.x = x, .rule = agreement_.rule(place.site), .out = x};
   args.exponent = exponent(place);
   Records records;

@@ -67,6 +67,8 @@ class Sites {
 
   at::Tensor rounded(Place place, const at::Tensor& x) const;
   void round(Place place, TensorView<Bf16, 2> x) const;
+  bool compensates(Place place) const;
+  void compensate(Place place, TensorView<Bf16, 2> x) const;
   void show(Place place, const at::Tensor& x) const;
   void show_experts(Layer layer, const at::Tensor& chosen) const;
   void follow_records(Layer layer, const at::Tensor& chosen) const;

@@ -179,6 +179,30 @@ INSTANTIATE_TEST_SUITE_P(All, SitesModes,
                                            Guidance::kLsb, Guidance::kFullGuided,
                                            Guidance::kFullForced));
 
+TEST_F(SitesTest, TheSecondPassIsTheRolloutsOperands) {
+  use(Guidance::kOwnScale);
+  agreement_.guide.sites = {};
+  const Tensor x = random_rows(kTokens, 64, 11);
+  const Tensor plain = sites(false).w13_in(kLayer, x);
+  double before = (plain - x).norm().item<double>();
+  for (const float alpha : {0.5f, 1.0f}) {
+    qat_.residual_alpha = alpha;
+    qat_.residual_sites = {Site::kW13In};
+    const Tensor both = sites(false).w13_in(kLayer, x.clone().requires_grad_());
+    const double after = (both - x).norm().item<double>();
+    EXPECT_LT(after, (alpha == 0.5f ? 0.6 : 0.15) * before) << alpha;
+    EXPECT_GT(after, (alpha == 0.5f ? 0.4 : 0.01) * before) << alpha;
+    // Half way, or all the way, from Q(x) to Q(x) - Q(Q(x) - x), but for one rounding to BF16.
+    if (alpha == 0.5f) {
+      qat_.residual_alpha = 1.0f;
+      const Tensor whole = sites(false).w13_in(kLayer, x);
+      EXPECT_LT((both - (plain + whole) / 2).abs().max().item<double>(), 0.02);
+    }
+  }
+  qat_.residual_sites = {Site::kW2In};
+  EXPECT_TRUE(at::equal(sites(false).w13_in(kLayer, x), plain));
+}
+
 TEST_F(SitesTest, FullForcedTakesWhateverTheRolloutHad) {
   use(Guidance::kFullForced);
   const Tensor rollout = record(Site::kW13In, Encoding::kCodes, random_rows(kTokens, 64, 1), 64);

@@ -24,6 +24,10 @@ struct Qat {
   bool activations = false;
   bool k = false;
   bool v = false;
+  // The rollout's dense second pass as well, at these sites: x becomes Q(x) + alpha Q(x - Q(x)),
+  // rounded to BF16. 0: not imitated.
+  float residual_alpha = 0.0f;
+  SiteSet residual_sites{};
 };
 
 enum class Decay : std::uint8_t { kConstant, kLinear, kCosine };
