@@ -12,7 +12,10 @@
 #include "base/error.h"
 #include "cli/random_weights.h"
 #include "cli/session.h"
+#include "record/fresh.h"
+#include "step/parts.h"
 #include "step/step.h"
+#include "sync/refit.h"
 
 namespace lockstep {
 namespace {
@@ -176,7 +179,7 @@ TEST_F(Loop, EveryPassFindsEveryRecord) {
   const std::string all = metrics("trace");
   EXPECT_EQ(last(all, "fp4/trace/rows_absent"), 0);
   EXPECT_EQ(last(all, "fp4/guide/covered_frac"), 1);
-  EXPECT_EQ(last(all, "fp4/trace/tainted_samples"), 0);
+  EXPECT_EQ(last(all, "fp4/guide/tainted_samples"), 0);
   // pi_old and pi_theta read the same rows; prompts are read once a sample.
   const int read = kPrompts * kSamples * (3 + kNew - 1) * (3 + 3 * 2);
   EXPECT_GE(last(all.substr(0, all.find('\n')), "fp4/trace/rows_read"), 2 * read);
@@ -268,6 +271,81 @@ TEST_F(Loop, RescoredSamplesAreNearestToTheGuidedTrainerWhenNothingMoved) {
   EXPECT_GT(last(all, "fp4/rescore/moved_abs_diff"), 0);  // the weights have moved
   EXPECT_GT(last(all, "fp4/rescore/guided_abs_diff"), 0);
   EXPECT_GT(last(all, "fp4/rescore/unguided_abs_diff"), 0);
+}
+
+TEST_F(Loop, RecordsOfOlderWeightsFallBackByName) {
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const CountSmall task;
+  Arm arm = arm_of("trace_full");
+  arm.rollout.drift.noise = 0.05f;  // so that following records makes a difference
+  const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
+  step::RunDir run_dir(root_ / "stale", *comm);
+  store::Store store({.folder = {}});
+  rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
+  train::Trainer trainer(agreement, arm.qat, {}, Device{}, *comm);
+  cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
+  const step::Loop loop = {.arm = arm,
+                           .schedule = schedule_,
+                           .task = task,
+                           .engine = engine,
+                           .store = store,
+                           .trainer = trainer,
+                           .reference = nullptr,
+                           .run_dir = run_dir,
+                           .comm = *comm,
+                           .model = kModel};
+  const auto sync = [&](std::int64_t version) {
+    sync::refit(trainer.weights(), engine.weights(), arm.contract, WeightVersion{version});
+  };
+  sync(0);
+  std::vector<Trajectory> batch =
+      rollout::generate(engine, {{.prefix = {.prompt = PromptId{0},
+                                             .tokens = {1, 2, 3},
+                                             .sampling = {.max_new_tokens = kNew}},
+                                  .num_samples = kSamples}});
+  const std::vector<std::uint8_t> moves(batch.size(), 1);
+  sync(2);  // two versions on; the same weights, so that what is read again is known
+
+  const auto read = [&] {
+    const FreshTrace records(store, batch, step::oldest_followed(loop, 2));
+    return trainer.logprobs(batch, &records);
+  };
+  Metrics metrics;
+  const auto stale = [&] {
+    metrics.clear();
+    const auto tainted = step::taints(loop, 2, batch, moves, metrics);
+    EXPECT_EQ(std::count(tainted.begin(), tainted.end(), 1), 0);
+    return metrics.at("fp4/guide/stale_tokens");
+  };
+  schedule_.min_coverage = 0;
+  const PerToken guided = trainer.logprobs(batch, &store), alone = trainer.logprobs(batch, nullptr);
+  ASSERT_NE(guided, alone);
+  arm.guide.max_version_diff = 2;
+  EXPECT_EQ(stale(), 0);
+  EXPECT_EQ(read(), guided);
+  arm.guide.max_version_diff = 1;
+  EXPECT_GT(stale(), 0);
+  EXPECT_EQ(read(), alone);
+
+  step::renew_stale(loop, 2, moves, batch, metrics);  // unguided: nothing is read again
+  EXPECT_EQ(read(), alone);
+  arm.guide.fallback = Fallback::kRescore;
+  step::renew_stale(loop, 2, moves, batch, metrics);
+  EXPECT_EQ(metrics.at("fp4/guide/rescored_samples"), kSamples);
+  EXPECT_EQ(stale(), 0);
+  EXPECT_EQ(read(), trainer.logprobs(batch, &store));  // of the new path, all followed
+  EXPECT_NE(read(), alone);
+  step::renew_stale(loop, 2, moves, batch, metrics);
+  EXPECT_EQ(metrics.at("fp4/guide/rescored_samples"), 0);
+
+  schedule_.min_coverage = 0.5;
+  arm.guide.max_version_diff = -1;
+  try {
+    step::taints(loop, 2, batch, moves, metrics);
+    FAIL() << "went on with records that nobody follows";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("guide.max_version_diff"), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ ArmFigures figures_of(const std::string& arm, const std::vector<RunData>& runs, 
   const auto of = [&](const std::string& metric, Over over) { return figure(all, metric, over); };
   const std::string judged = instruments::find_metric({&all, 1}, "val-core/", "/reward/mean@1");
   const std::string rewards = "critic/rewards/mean", gap = kGap;
-  Spread bytes = of("fp4/trace/bytes_per_token", Over::kAll);
+  Spread bytes = of("fp4/guide/bytes_per_token", Over::kAll);
   if (std::isnan(bytes.mean)) bytes.mean = 0;  // nothing was recorded
   return {.arm = arm,
           .seeds = seeds,

@@ -174,7 +174,7 @@ std::string bytes_figure(Page& page, const std::vector<ArmRuns>& arms) {
   std::vector<Bar> bars;
   double top = 0, full = 0;
   for (std::size_t i = 0; i < arms.size(); ++i) {
-    const double bytes = figure(arms[i], "fp4/trace/bytes_per_token", Over::kAll).mean;
+    const double bytes = figure(arms[i], "fp4/guide/bytes_per_token", Over::kAll).mean;
     if (!std::isfinite(bytes)) continue;
     for (const RunData* run : arms[i].runs) {
       if (std::isfinite(run->full_code_bytes)) full = std::max(full, run->full_code_bytes);

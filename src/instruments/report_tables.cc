@@ -56,7 +56,7 @@ std::string verdict(const ArmRuns& arm) {
 }
 
 std::string bytes(const ArmRuns& arm) {
-  const Spread used = figure(arm, "fp4/trace/bytes_per_token", Over::kAll);
+  const Spread used = figure(arm, "fp4/guide/bytes_per_token", Over::kAll);
   if (!std::isfinite(used.mean)) return "–";
   std::string out = number(used.mean, 3);
   const double full = arm.runs[0]->full_code_bytes;

@@ -223,7 +223,7 @@ TEST(Report, IsOnePageThatAsksForNothing) {
   for (int step = 1; step <= 12; ++step) {
     text += cat({"{\"step\": ", step, ", \"critic/rewards/mean\": 0.5, \"", kGap, "\": 0.01, \"",
                  kGap, "/p99\": 0.2, \"fp4/act/flip_frac/layer_0\": 0.1, ",
-                 "\"fp4/trace/bytes_per_token\": 160, \"timing_s/gen\": 1, \"timing_s/step\": 2, ",
+                 "\"fp4/guide/bytes_per_token\": 160, \"timing_s/gen\": 1, \"timing_s/step\": 2, ",
                  "\"fp4/decomposition/kv\": 0.004}\n"});
   }
   RunData run = run_of(text, "</script><script>alert(1)</script>");
@@ -255,7 +255,7 @@ TEST(Report, DoesWithoutWhatIsNotThere) {
   }
   RunData odd = run_of(
       "{\"step\": 1, \"critic/rewards/mean\": 1e308, \"timing_s/step\": -1, "
-      "\"fp4/act/flip_frac/layer_0\": -5, \"fp4/trace/bytes_per_token\": 0}\n"
+      "\"fp4/act/flip_frac/layer_0\": -5, \"fp4/guide/bytes_per_token\": 0}\n"
       "{\"step\": 1e15, \"critic/rewards/mean\": -1e308}\n");
   const std::string strange = report_page({&odd, 1}, "odd");
   EXPECT_EQ(strange.find("nan"), std::string::npos);

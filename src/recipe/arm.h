@@ -53,6 +53,7 @@ struct ArmSpec {
   RoutingReplay routing_replay = RoutingReplay::kR3;
   std::int32_t audit_every = 512;
   std::int32_t max_version_diff = 0;
+  Fallback fallback = Fallback::kUnguided;
   rollout::Residual residual = rollout::Residual::kNone;
   rollout::ResidualScope residual_scope = rollout::ResidualScope::kPerToken;
   std::int32_t residual_permille = 500;

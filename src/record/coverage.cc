@@ -102,17 +102,8 @@ Coverage cover(std::span<const Trajectory> batch, const Agreement& agreement,
 }
 
 Metrics metrics(const Coverage& coverage) {
-  Metrics metrics = {{"fp4/trace/covered_frac", coverage.fraction()},
-                     {"fp4/trace/tainted_samples", static_cast<double>(coverage.tainted_samples())},
-                     {"fp4/trace/unguided_tokens", static_cast<double>(coverage.unguided_tokens)},
-                     {"fp4/trace/stale_tokens", static_cast<double>(coverage.stale_tokens)}};
-  for (const Site site : kSites) {
-    const Coverage::Rows& rows = coverage.sites.at(index(site));
-    if (rows.present + rows.absent == 0) continue;
-    metrics[std::string("fp4/trace/covered_frac/") + kNames.at(index(site))] =
-        coverage.fraction(site);
-  }
-  return metrics;
+  return {{"fp4/guide/unguided_tokens", static_cast<double>(coverage.unguided_tokens)},
+          {"fp4/guide/stale_tokens", static_cast<double>(coverage.stale_tokens)}};
 }
 
 void require_coverage(const Coverage& coverage, double least) {
@@ -120,10 +111,14 @@ void require_coverage(const Coverage& coverage, double least) {
     const double found = coverage.fraction(site);
     if (found >= least) continue;
     const Coverage::Rows& rows = coverage.sites.at(index(site));
-    throw Error(
-        cat({"records of ", kNames.at(index(site)), " cover ", found, " of the rows (", rows.absent,
-             " of ", rows.present + rows.absent, " are absent), guide.min_coverage is ", least,
-             "; raise store.ram or store.disk, or see fp4/trace/* in metrics.jsonl"}));
+    const std::string remedy =
+        coverage.stale_tokens == 0
+            ? std::string("raise store.ram or store.disk, or see fp4/trace/* in metrics.jsonl")
+            : cat({coverage.stale_tokens, " tokens' records are too old: raise ",
+                   "guide.max_version_diff, or set guide.fallback = \"rescore\""});
+    throw Error(cat({"records of ", kNames.at(index(site)), " cover ", found, " of the rows (",
+                     rows.absent, " of ", rows.present + rows.absent,
+                     " are absent), guide.min_coverage is ", least, "; ", remedy}));
   }
 }
 

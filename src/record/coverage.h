@@ -38,7 +38,8 @@ struct Coverage {
 Coverage cover(std::span<const Trajectory> batch, const Agreement& agreement,
                const TraceSource& trace, WeightVersion newest);
 
-/// fp4/trace/covered_frac[/site], tainted_samples, unguided_tokens, stale_tokens.
+/// fp4/guide/{unguided,stale}_tokens. What is covered and what is tainted, the trainer and the
+/// diagnostics of rl/ say.
 Metrics metrics(const Coverage& coverage);
 
 /// Throws Error, one line, where a site's fraction is below `least`.

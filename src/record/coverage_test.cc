@@ -83,8 +83,8 @@ TEST_F(CoverageTest, WholeTracesAreCovered) {
   EXPECT_EQ(coverage.sites[4].present, 4 * kTokens);  // routes in all
   EXPECT_EQ(coverage.fraction(), 1.0);
   EXPECT_EQ(coverage.tainted_samples(), 0);
-  EXPECT_EQ(metrics(coverage).at("fp4/trace/covered_frac/k"), 1.0);
-  EXPECT_FALSE(metrics(coverage).contains("fp4/trace/covered_frac/w2_in"));
+  EXPECT_EQ(coverage.fraction(Site::kK), 1.0);
+  EXPECT_EQ(metrics(coverage).at("fp4/guide/unguided_tokens"), 0.0);
   EXPECT_EQ(refused(1.0), "");
 }
 

@@ -1,9 +1,17 @@
 #pragma once
 
+#include <cstdint>
+
 #include "contract/site.h"
 #include "numerics/row.h"
 
 namespace lockstep {
+
+/// What becomes of a sample whose records are too old to be followed.
+enum class Fallback : std::uint8_t {
+  kUnguided,  // the trainer rounds and routes by itself there
+  kRescore,   // the engine reads the sample again at its present weights, and leaves new records
+};
 
 /// What the rollout records and how the trainer follows it: one value, handed to both, so that
 /// nothing is asked for that nobody writes. Evaluation and the reference policy get Guide{}.
@@ -14,6 +22,7 @@ struct Guide {
   bool replay_experts = false;        // R3, in every layer
   std::int32_t audit_every = 512;     // one token in so many is recorded in full; 0: none
   std::int32_t max_version_diff = 0;  // records of older weights are not followed
+  Fallback fallback = Fallback::kUnguided;
 
   constexpr bool follows(Place place) const {
     return sites.has(place.site) && layers.has(place.layer);

@@ -245,6 +245,9 @@ Metrics Forward::metrics() {
     metrics["fp4/scale/sat_frac"] = static_cast<double>(kv[kernels::kSaturatedBlocks]) /
                                     static_cast<double>(kv[kernels::kBlocks]);
   }
+  if (const double error = impl_->experts.top_error().take(); error >= 0) {
+    metrics["fp4/scale/top_err"] = error;
+  }
   std::fill(impl_->kv_counts.begin(), impl_->kv_counts.end(), 0);
   std::fill(impl_->experts.counts().begin(), impl_->experts.counts().end(), 0);
   return metrics;

@@ -43,7 +43,8 @@ class Forward {
   void observe(std::function<void(const ExpertInputs&)> observer);
 
   /// What quantization met since the last call: fp4/scale/{zero,underflow}_frac of all blocks of
-  /// activations, K and V; fp4/scale/sat_frac of those of K and V. Empty where none were quantized.
+  /// activations, K and V; fp4/scale/sat_frac of those of K and V; fp4/scale/top_err
+  /// (TopError) of activations. Empty where none were quantized.
   Metrics metrics();
 
  private:

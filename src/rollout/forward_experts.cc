@@ -162,6 +162,7 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
                      .layout = layout,
                      .records = records,
                      .counts = {counts_.data(), {kernels::kNumQuantizeCounts}, {1}}});
+  top_error_.add(x, rule, codes);
   capture.activations(pass, layer, site, records, codes);
   return codes;
 }

@@ -10,6 +10,7 @@
 #include "kernels/exact/quantize.h"
 #include "rollout/capture.h"
 #include "rollout/engine.h"
+#include "rollout/top_error.h"
 #include "rollout/weights.h"
 
 namespace lockstep::rollout {
@@ -72,6 +73,7 @@ class ForwardExperts {
 
   /// QuantizeCount of all activations so far.
   std::vector<std::int64_t>& counts() { return counts_; }
+  TopError& top_error() { return top_error_; }
 
  private:
   struct SiteInput {
@@ -105,6 +107,7 @@ class ForwardExperts {
   ExpertObserver observer_;
   std::int64_t d_, f_, experts_, slots_;
   std::vector<std::int64_t> counts_;
+  TopError top_error_;
 
   // Of the pass that runs. Items are (row, slot) pairs in the order of their experts.
   Rows2d<float> logits_, gates_, up_, down_, half_;

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "record/coverage.h"
+#include "record/fresh.h"
 
 namespace lockstep::step {
 namespace {
@@ -94,11 +95,12 @@ PerToken rollout_logp(std::span<const Trajectory> trajectories) {
   return logp;
 }
 
-OldPolicy old_policy(const Loop& loop, std::span<const Trajectory> trajectories,
+OldPolicy old_policy(const Loop& loop, const TraceSource& records,
+                     std::span<const Trajectory> trajectories,
                      std::span<const std::uint8_t> moves) {
   if (loop.arm.rl.bypass) return {.logp = rollout_logp(trajectories)};
   train::Routes routes;
-  PerToken read = loop.trainer.logprobs(chosen(trajectories, moves), &loop.store,
+  PerToken read = loop.trainer.logprobs(chosen(trajectories, moves), &records,
                                         loop.arm.own_routes ? &routes : nullptr);
   OldPolicy old = {.logp = PerToken(trajectories.size())};
   if (loop.arm.own_routes) old.routes.resize(trajectories.size());
@@ -132,6 +134,29 @@ void release(const Loop& loop, std::span<const Trajectory> trajectories,
   loop.store.release(spans);
 }
 
+WeightVersion oldest_followed(const Loop& loop, std::int64_t step) {
+  return WeightVersion{step - loop.arm.guide.max_version_diff};
+}
+
+void renew_stale(const Loop& loop, std::int64_t step, std::span<const std::uint8_t> moves,
+                 std::vector<Trajectory>& trajectories, Metrics& metrics) {
+  if (loop.arm.guide.fallback != Fallback::kRescore) return;
+  std::vector<std::size_t> places;
+  std::vector<Trajectory> stale;
+  for (std::size_t i = 0; i < trajectories.size(); ++i) {
+    if (moves[i] == 0 || !is_stale(trajectories[i], oldest_followed(loop, step))) continue;
+    places.push_back(i);
+    stale.push_back(trajectories[i]);
+  }
+  metrics["fp4/guide/rescored_samples"] = static_cast<double>(stale.size());
+  if (stale.empty()) return;
+  std::vector<Trajectory> read = loop.engine.rescore(stale);
+  loop.engine.metrics();  // no step counts these passes
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    trajectories[places[i]].path = std::move(read[i].path);
+  }
+}
+
 std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
                                  std::span<const Trajectory> trajectories,
                                  std::span<const std::uint8_t> moves, Metrics& metrics) {
@@ -159,24 +184,19 @@ std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Traject
 }
 
 void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics) {
-  double seconds = 0, tokens = 0, chosen = 0;
+  double seconds = 0, tokens = 0;
   for (const auto& [name, value] : metrics) {
     if (name.starts_with("timing_s/")) seconds += value;
   }
-  for (const Trajectory& t : trajectories) {
-    tokens += static_cast<double>(t.tokens.size());
-    chosen += static_cast<double>(std::count(t.response_mask.begin(), t.response_mask.end(), 1));
-  }
+  for (const Trajectory& t : trajectories) tokens += static_cast<double>(t.tokens.size());
   // Every time stands under timing_s/ or perf/: the rest of a line is the same whoever runs it.
   rename(metrics, "rollout/seconds", "timing_s/rollout");
-  rename(metrics, "rollout/tokens_per_s", "perf/rollout/tokens_per_s");
+  rename(metrics, "rollout/tokens_per_s", "perf/rollout_tokens_per_s");
   rename(metrics, "fp4/refit/seconds", "timing_s/refit");
-  const double gen = std::max(metrics["timing_s/gen"], 1e-9);
   metrics["timing_s/step"] = seconds;
   metrics["perf/time_per_step"] = seconds;
   metrics["perf/total_num_tokens"] = tokens;
   metrics["perf/throughput"] = tokens / std::max(seconds, 1e-9);
-  metrics["perf/rollout_tokens_per_s"] = chosen / gen;
 }
 
 Metrics close_records(store::Store& store, WeightVersion newest) {
@@ -188,13 +208,14 @@ Metrics close_records(store::Store& store, WeightVersion newest) {
   return metrics;
 }
 
-Metrics rescore(const Loop& loop, std::span<const Trajectory> trajectories) {
+Metrics rescore(const Loop& loop, const TraceSource& records,
+                std::span<const Trajectory> trajectories) {
   const std::vector<Trajectory> truth = loop.engine.rescore(trajectories);
   // Nobody trains on these records, and no step counts these passes.
   release(loop, truth, std::vector<std::uint8_t>(truth.size()));
   loop.engine.metrics();
   const PerToken engine = rollout_logp(truth);
-  const PerToken guided = loop.trainer.logprobs(trajectories, &loop.store);
+  const PerToken guided = loop.trainer.logprobs(trajectories, &records);
   const PerToken unguided = loop.trainer.logprobs(trajectories, nullptr);
   return {{"fp4/rescore/guided_abs_diff", mean_abs_diff(trajectories, guided, engine)},
           {"fp4/rescore/unguided_abs_diff", mean_abs_diff(trajectories, unguided, engine)},

@@ -30,8 +30,8 @@ struct OldPolicy {
   PerToken logp{};
   train::Routes routes{};  // empty: updates take none of these
 };
-OldPolicy old_policy(const Loop& loop, std::span<const Trajectory> trajectories,
-                     std::span<const std::uint8_t> moves);
+OldPolicy old_policy(const Loop& loop, const TraceSource& records,
+                     std::span<const Trajectory> trajectories, std::span<const std::uint8_t> moves);
 
 /// [trajectories] 1 where the loss can move: its group has an advantage, or there is a KL term.
 std::vector<std::uint8_t> movable(const Loop& loop, std::span<const float> rewards);
@@ -39,6 +39,14 @@ std::vector<std::uint8_t> movable(const Loop& loop, std::span<const float> rewar
 /// Gives up the records of what cannot move, before they reach the disk.
 void release(const Loop& loop, std::span<const Trajectory> trajectories,
              std::span<const std::uint8_t> moves);
+
+/// The oldest weights whose records this step follows.
+WeightVersion oldest_followed(const Loop& loop, std::int64_t step);
+
+/// Where guide.fallback is rescore, has the engine read again what stems from older weights, so
+/// that its records are of the present ones. The log-probs that sampling gave stay.
+void renew_stale(const Loop& loop, std::int64_t step, std::span<const std::uint8_t> moves,
+                 std::vector<Trajectory>& trajectories, Metrics& metrics);
 
 /// [trajectories] 1 where a K or V record is lost: every later token of the sample follows what the
 /// trainer no longer knows, so it is masked. Adds what is covered to `metrics`; throws Error where
@@ -59,6 +67,7 @@ void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics);
 
 /// Has the engine read some samples again with its new weights, and compares the trainer's
 /// log-probs with and without guidance: once weights move, guidance toward old codes could hide it.
-Metrics rescore(const Loop& loop, std::span<const Trajectory> trajectories);
+Metrics rescore(const Loop& loop, const TraceSource& records,
+                std::span<const Trajectory> trajectories);
 
 }  // namespace lockstep::step

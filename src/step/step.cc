@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "base/timer.h"
+#include "record/fresh.h"
 #include "rl/diagnostics.h"
 #include "rl/objective.h"
 #include "step/parts.h"
@@ -19,7 +20,8 @@ namespace {
 
 /// All updates on a batch. Each pass finds the records that the rollout left. `seen` gets what the
 /// trainer's log-probs were before the first update, where nobody has computed them yet.
-Metrics update(Loop& loop, const rl::Batch& batch, const train::Routes& routes, PerToken& seen) {
+Metrics update(Loop& loop, const TraceSource& records, const rl::Batch& batch,
+               const train::Routes& routes, PerToken& seen) {
   Metrics metrics;
   const auto updates = static_cast<std::size_t>(loop.schedule.updates_per_step);
   for (std::size_t u = 0; u < updates; ++u) {
@@ -40,7 +42,7 @@ Metrics update(Loop& loop, const rl::Batch& batch, const train::Routes& routes, 
       return objective(live[i], logp, dlogp);
     };
     const double total =
-        loop.trainer.accumulate(moved, &loop.store, loss, routes.empty() ? nullptr : &moved_routes);
+        loop.trainer.accumulate(moved, &records, loss, routes.empty() ? nullptr : &moved_routes);
     if (!std::isfinite(total)) {
       throw Error(
           "the loss is not a number; lower trainer.lr, or look at the gap in metrics.jsonl");
@@ -65,21 +67,23 @@ Metrics one_step(Loop& loop, std::int64_t step) {
 
   // rollout -> record -> store
   Metrics metrics;
-  const Sampled sampled = sample(loop, step, metrics);
+  Sampled sampled = sample(loop, step, metrics);
   metrics.merge(loop.engine.metrics());
   if (loop.arm.sync.noise.start > 0) {
     metrics["rollout/noise_sigma"] =
         sync::noise_sigma(loop.arm.sync.noise, step, loop.schedule.steps);
   }
-  const std::vector<Trajectory>& trajectories = sampled.trajectories;
+  std::vector<Trajectory>& trajectories = sampled.trajectories;
   const std::vector<std::uint8_t> moves = movable(loop, sampled.rewards);
   timer.lap();
   release(loop, trajectories, moves);
+  renew_stale(loop, step, moves, trajectories, metrics);
+  const FreshTrace records(loop.store, trajectories, oldest_followed(loop, step));
   const std::vector<std::uint8_t> tainted = taints(loop, step, trajectories, moves, metrics);
   metrics["timing_s/reward"] += timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none
-  const OldPolicy old = old_policy(loop, trajectories, moves);
+  const OldPolicy old = old_policy(loop, records, trajectories, moves);
   PerToken reference_logp;
   if (loop.reference) reference_logp = loop.reference->logprobs(trajectories, nullptr);
   metrics["timing_s/old_log_prob"] = timer.lap();
@@ -93,7 +97,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
                            .tainted = tainted,
                            .scores = sampled.scores};
   PerToken train_logp = loop.arm.rl.bypass ? PerToken(trajectories.size()) : old.logp;
-  metrics.merge(update(loop, batch, old.routes, train_logp));
+  metrics.merge(update(loop, records, batch, old.routes, train_logp));
   metrics.merge(rl::diagnostics(loop.arm.rl, batch, train_logp, loop.comm));
   metrics["timing_s/update_actor"] = timer.lap();
 
@@ -101,7 +105,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   metrics.merge(sync_weights(loop, step + 1));
   metrics["timing_s/update_weights"] = timer.lap();
   if (loop.schedule.rescore_every > 0 && (step + 1) % loop.schedule.rescore_every == 0) {
-    metrics.merge(rescore(loop, audited_groups(loop, trajectories, moves)));
+    metrics.merge(rescore(loop, records, audited_groups(loop, trajectories, moves)));
     metrics["timing_s/rescore"] = timer.lap();
   }
   metrics.merge(close_records(loop.store, WeightVersion{step + 1}));

@@ -438,7 +438,7 @@ Metrics Store::metrics() {
       {"fp4/trace/segments", number(s.disk ? s.disk->segments() : 0)},
       {"fp4/trace/foreign_files", number(s.disk ? std::ssize(s.disk->foreign()) : 0)}};
   if (counts.tokens_sealed > 0) {
-    metrics["fp4/trace/bytes_per_token"] =
+    metrics["fp4/guide/bytes_per_token"] =
         number(counts.bytes_sealed) / number(counts.tokens_sealed);
   }
   return metrics;

@@ -383,7 +383,7 @@ TEST(Store, R82_RowsAreBinaryAndTheirSizeIsReported) {
   append(store, tokens, kRouter, kRoutes);
   store.seal(kA);
   const Metrics metrics = store.metrics();
-  EXPECT_EQ(metrics.at("fp4/trace/bytes_per_token"), kLsb.bytes() + kKv.bytes() + kRoutes.bytes());
+  EXPECT_EQ(metrics.at("fp4/guide/bytes_per_token"), kLsb.bytes() + kKv.bytes() + kRoutes.bytes());
   EXPECT_EQ(metrics.at("fp4/trace/ram_bytes"), metrics.at("fp4/trace/bytes_written"));
 }
 
