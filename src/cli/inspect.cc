@@ -88,6 +88,10 @@ void inspect_run(const fs::path& folder, const InspectArgs& args) {
 }  // namespace
 
 int inspect(const InspectArgs& args) {
+  if (!args.why.empty()) {
+    inspect_why(args);
+    return 0;
+  }
   const fs::path path = recipe::find(args.path, "the path");
   if (args.span.empty() && (!args.place.empty() || args.position >= 0)) {
     throw Usage("--place and --position choose rows of a span; name it with --span");

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 #include "cli/verbs.h"
+#include "contract/site.h"
 
 namespace lockstep::cli {
 
@@ -15,5 +17,12 @@ void inspect_safetensors(const std::filesystem::path& file);
 
 /// Segments: one file, or all of a folder. Read only: another process may be writing them.
 void inspect_trace(const std::filesystem::path& path, const InspectArgs& args);
+
+/// Whether a token of a sequence is guided at a place and why not, its values on both sides, and
+/// where its record leads or would lead. The path is a checkpoint, a run or a recipe.
+void inspect_why(const InspectArgs& args);
+
+/// "3.w13_in" as a place. Throws Usage.
+Place parse_place(const std::string& text);
 
 }  // namespace lockstep::cli

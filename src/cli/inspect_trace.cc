@@ -199,20 +199,6 @@ bool matches(const Wanted& wanted, SpanId id) {
   return (id.value & 0xffffffffffff) == of.value;
 }
 
-/// "3.w13_in" as a place.
-Place parse_place(const std::string& text) {
-  std::int32_t layer = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, layer);
-  if (error == std::errc() && stop != end && *stop == '.') {
-    for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV, Site::kRouter}) {
-      if (std::string_view(stop + 1, end) == site_name(site)) return {Layer{layer}, site};
-    }
-  }
-  throw Usage(cat({"--place is '", text,
-                   "'; write LAYER.SITE, as 3.w13_in; the sites are w13_in, w2_in, k, v, router"}));
-}
-
 /// The row of a position in a block, nothing where it has none.
 std::span<const std::byte> row_at(const store::Block& block, std::int32_t row_bytes,
                                   std::int32_t position) {
@@ -267,6 +253,19 @@ std::string span_lines(const OpenSegment& segment, const store::StoredSpan& stor
 }
 
 }  // namespace
+
+Place parse_place(const std::string& text) {
+  std::int32_t layer = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, layer);
+  if (error == std::errc() && stop != end && *stop == '.') {
+    for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV, Site::kRouter}) {
+      if (std::string_view(stop + 1, end) == site_name(site)) return {Layer{layer}, site};
+    }
+  }
+  throw Usage(cat({"--place is '", text,
+                   "'; write LAYER.SITE, as 3.w13_in; the sites are w13_in, w2_in, k, v, router"}));
+}
 
 void inspect_trace(const fs::path& path, const InspectArgs& args) {
   const Trace trace = open_trace(path);

@@ -174,7 +174,8 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
       verb(app, "inspect", "show what is in a checkpoint, a run directory, or recorded segments",
            "inspect models/tiny-moe\n"
            "  ./lockstep rollout models/tiny-moe --step 0 --n 2 --trace traces\n"
-           "  ./lockstep inspect traces --span 0:0 --place 3.w13_in --position 8");
+           "  ./lockstep inspect traces --span 0:0 --place 3.w13_in --position 8\n"
+           "  ./lockstep inspect runs/mine --why answers.jsonl:1 --place 1.k --position 8");
   add_text(sub, "path", args->path,
            "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
       ->required();
@@ -185,6 +186,9 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   add_text(sub, "--place", args->place, "LAYER.SITE, as 3.w13_in: the span's row there");
   sub->add_option("--position", args->position, "of that row; default: the span's first")
       ->check(within(0, 1e9));
+  add_text(sub, "--why", args->why,
+           "FILE[:LINE], a sequence as rollout --score reads it: is its token at --position guided "
+           "at --place, why not, and what are its codes");
   sub->callback([&chosen, args] { chosen = [args] { return inspect(*args); }; });
 }
 

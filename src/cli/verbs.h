@@ -90,6 +90,7 @@ struct InspectArgs {
   std::string span;                   // an id, or PROMPT[:SAMPLE[:TURN]]: what is recorded of it
   std::string place;                  // "3.w13_in": that row of it
   std::int32_t position = -1;         // -1: the span's first
+  std::string why;                    // FILE[:LINE], a sequence: why is a token of it unguided?
 };
 int inspect(const InspectArgs& args);
 
