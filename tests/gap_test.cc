@@ -34,11 +34,15 @@ class GapTest : public ::testing::Test {
         comm_(Comm::single()) {
     std::vector<std::vector<Token>> calibration;
     for (const data::Prompt& prompt : task_.evaluation(16)) calibration.push_back(prompt.tokens);
-    exponents_ = rollout::calibrate_kv(checkpoint_.config(), checkpoint_, calibration);
+    for (const char* preset : {"lockstep", "fp8"}) {
+      exponents_[preset] =
+          rollout::calibrate_kv(checkpoint_.config(), checkpoint_, calibration,
+                                contracts::preset(preset, checkpoint_.config().num_layers));
+    }
   }
 
   Gap measure(ArmSpec spec) const {
-    if (spec.contract != "bf16") spec.kv_exponents = exponents_;
+    spec.kv_exponents = exponents_.at(spec.contract_kv == "fp8" ? "fp8" : "lockstep");
     spec.audit_every = 16;
     const Arm arm = bind(spec, checkpoint_.config());
     const Agreement agreement = {checkpoint_.config(), arm.contract, arm.guide, kSeed};
@@ -86,7 +90,7 @@ class GapTest : public ::testing::Test {
   CheckpointSource checkpoint_;
   data::Arith task_;
   std::unique_ptr<Comm> comm_;
-  std::vector<std::int8_t> exponents_;
+  std::map<std::string, std::vector<std::int8_t>> exponents_;
 };
 
 double metric(const Metrics& metrics, const std::string& name) {

@@ -29,7 +29,7 @@ constexpr ModelConfig kModel = {.num_layers = 3,
                                 .experts_per_token = 2,
                                 .num_heads = 2,
                                 .num_kv_heads = 1,
-                                .head_dim = 16,
+                                .head_dim = 32,
                                 .vocabulary = 16,
                                 .max_positions = 64};
 
@@ -80,7 +80,8 @@ class Loop : public testing::Test {
     ArmSpec spec = arm_spec(name);
     spec.audit_every = 0;
     if (spec.contract != "bf16") {
-      spec.kv_exponents.assign(2 * static_cast<std::size_t>(kModel.num_layers), -8);
+      const bool fp8 = spec.contract_kv == "fp8";
+      spec.kv_exponents.assign(2 * static_cast<std::size_t>(kModel.num_layers), fp8 ? -5 : -8);
     }
     return bind(spec, kModel, {.cache_bytes = 1 << 20, .tokens_per_pass = 64});
   }

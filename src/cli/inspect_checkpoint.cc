@@ -66,9 +66,10 @@ class Measure {
   void add(const Weight& weight, PartSum& part) {
     const TensorView<const float, 2> x = as_f32(weight.value);
     const auto [rows, cols] = x.shape;
-    const PackedView<std::uint8_t> packed = {view(codes_, rows, cols / 2),
-                                             view(scales_, rows, cols / rule_.block),
-                                             {&global_, {1}, {0}}};
+    const PackedView<std::uint8_t> packed = {
+        view(codes_, rows, rule_.code_bytes(cols)),
+        view(scales_, rule_.scale_rows(rows), rule_.scale_cols(cols)),
+        {&global_, {1}, {0}}};
     kernels::quantize_weight(x, rule_, packed);
     const auto back = view(back_, rows, cols);
     kernels::dequantize({.codes = packed, .rule = rule_, .f32 = back});
@@ -111,9 +112,9 @@ class Measure {
   float global_ = 0;
 };
 
-/// "" where rows of that length fit, else why they do not.
+/// "" where rows of that length fit, else why they do not. FP8's blocks end where a row ends.
 std::string unfit(const Quantizer& rule, std::int32_t length) {
-  if (rule.element == Element::kBf16 || length % rule.block == 0) return "";
+  if (!rule.quantizes() || rule.is_wide() || length % rule.block == 0) return "";
   return cat({"no: rows of ", length, " are no multiple of the block of ", rule.block});
 }
 
@@ -211,6 +212,11 @@ std::string part_lines(const Parts& parts, const ModelConfig& config, const Cont
   return columns(rows);
 }
 
+std::string fit_text(const Quantizer& rule, std::int32_t length) {
+  if (rule.scale == ScaleFormat::kNone) return "under one fixed scale";
+  return cat({rule.scale_cols(length), " blocks of ", std::min(rule.block, length)});
+}
+
 std::string fit_lines(const ModelConfig& config, const Contract& contract) {
   const struct {
     const char* name;
@@ -227,7 +233,7 @@ std::string fit_lines(const ModelConfig& config, const Contract& contract) {
     text += cat({text.empty() ? "sites:     " : ", ", row.name, " ",
                  !why.empty() ? why
                  : plain      ? std::string("BF16")
-                              : cat({row.length / row.rule.block, " blocks of ", row.rule.block})});
+                              : fit_text(row.rule, row.length)});
   }
   return text + "\n";
 }

@@ -13,7 +13,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr int kMxBlock = 32;  // only MXFP4 has blocks of this many
+constexpr int kNvBlock = 16;  // only NVFP4 has blocks of so many, others have E8M0 scales
 
 std::uint32_t byte_at(std::span<const std::byte> bytes, std::int32_t i) {
   return static_cast<std::uint32_t>(bytes[static_cast<std::size_t>(i)]);
@@ -33,9 +33,9 @@ std::string scale_text(const RowLayout& layout, std::span<const std::byte> scale
     return cat({"scale = ", residue, " mod 4, mapped to ", four ? 4 : 6});
   }
   const auto byte = static_cast<std::uint8_t>(byte_at(scales, j));
-  const float value = layout.block == kMxBlock ? to_float(static_cast<E8m0>(byte))
-                                               : to_float(static_cast<E4m3>(byte));
-  const bool damaged = layout.block == kMxBlock ? byte == 0xff : byte > kE4m3Max;
+  const bool nvfp4 = layout.block == kNvBlock;
+  const float value = nvfp4 ? to_float(static_cast<E4m3>(byte)) : to_float(static_cast<E8m0>(byte));
+  const bool damaged = nvfp4 ? byte > kE4m3Max : byte == 0xff;
   return "scale " + hex_byte(byte) + " = " + (damaged ? "damaged" : cat({value}));
 }
 
@@ -44,6 +44,9 @@ std::string element_text(const RowLayout& layout, std::span<const std::byte> row
   if (layout.encoding == Encoding::kCodes) {
     const std::uint32_t code = byte_at(row, i / 2) >> 4 * (i % 2) & 15;
     return cat({" ", to_float(static_cast<E2m1>(static_cast<std::uint8_t>(code)))});
+  }
+  if (layout.encoding == Encoding::kCodes8) {
+    return cat({" ", to_float(static_cast<E4m3>(static_cast<std::uint8_t>(byte_at(row, i))))});
   }
   return byte_at(row, i / 8) >> (i % 8) & 1 ? "1" : "0";
 }
@@ -84,12 +87,20 @@ const char* encoding_name(Encoding encoding) {
     case Encoding::kExperts8: return "experts8";
     case Encoding::kExperts16: return "experts16";
     case Encoding::kBf16: return "bf16";
+    case Encoding::kCodes8: return "codes8";
   }
   return "";
 }
 
 std::string record_text(const RowLayout& layout, std::span<const std::byte> row) {
   std::string text = encoding_name(layout.encoding);
+  const bool codes = layout.encoding == Encoding::kCodes || layout.encoding == Encoding::kCodes8;
+  if (layout.block == 0) {
+    text += cat(
+        {": ", layout.width, " elements whose scale stands in the contract\n ", codes ? "" : " "});
+    for (std::int32_t i = 0; i < layout.width; ++i) text += element_text(layout, row, i);
+    return text + "\n";
+  }
   if (layout.scale_bytes() == 0) return text + ":" + plain_text(layout, row) + "\n";
   text += cat({": ", layout.width, " elements in blocks of ", layout.block});
   const auto exponents = row.subspan(
@@ -97,13 +108,12 @@ std::string record_text(const RowLayout& layout, std::span<const std::byte> row)
   for (std::int32_t i = 0; i < layout.exponent_bytes(); ++i) {
     text += cat({i == 0 ? ", n = " : ", ", static_cast<std::int8_t>(byte_at(exponents, i))});
   }
-  if (layout.exponents == 0) text += ", n stands in the contract";
+  if (layout.exponents == 0 && layout.block == kNvBlock) text += ", n stands in the contract";
   text += '\n';
   const auto scales = row.subspan(static_cast<std::size_t>(layout.element_bytes()));
-  for (std::int32_t j = 0; j < layout.width / layout.block; ++j) {
+  for (std::int32_t j = 0; j < layout.blocks(); ++j) {
     text += cat({"  block ", j, ": ", scale_text(layout, scales, j)});
-    if (layout.element_bytes() > 0)
-      text += layout.encoding == Encoding::kCodes ? "; codes" : "; bits ";
+    if (layout.element_bytes() > 0) text += codes ? "; codes" : "; bits ";
     for (std::int32_t i = j * layout.block;
          layout.element_bytes() > 0 && i < (j + 1) * layout.block; ++i) {
       text += element_text(layout, row, i);

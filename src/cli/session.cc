@@ -68,7 +68,8 @@ Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
 
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
   Arm arm = checked_arm(recipe, policy.config);
-  const bool cache = arm.contract.k.element != Element::kBf16 && recipe.arm.kv_exponents.empty();
+  const bool cache =
+      arm.contract.k.global == GlobalScale::kStatic && recipe.arm.kv_exponents.empty();
   const bool channels = arm.rollout.residual_scope == rollout::ResidualScope::kStatic &&
                         (arm.rollout.residual == rollout::Residual::kChannels ||
                          arm.rollout.residual == rollout::Residual::kBlocks) &&
@@ -83,7 +84,8 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
     batch.push_back(std::move(tokens));
   }
   if (cache) {
-    recipe.arm.kv_exponents = rollout::calibrate_kv(policy.config, *policy.weights, batch);
+    recipe.arm.kv_exponents =
+        rollout::calibrate_kv(policy.config, *policy.weights, batch, arm.contract);
   }
   if (channels) {
     for (const std::uint8_t chosen : rollout::calibrate_residual(

@@ -67,6 +67,39 @@ constexpr Quantizer mx(ScaleRule scale_rule) {
           .scale_rule = scale_rule};
 }
 
+constexpr ScaleRule scale_rule(MxRule rule) {
+  switch (rule) {
+    case MxRule::kFloor: return ScaleRule::kMxFloor;
+    case MxRule::kEven: return ScaleRule::kMxEven;
+    case MxRule::kCeil: return ScaleRule::kMxCeil;
+    case MxRule::kRceil: return ScaleRule::kMxRceil;
+  }
+  return ScaleRule::kMxRceil;
+}
+
+/// E4M3 elements in blocks of a power of two each.
+constexpr Quantizer e4m3(std::int32_t block, std::int32_t block_rows, ScaleRule scale_rule) {
+  Quantizer rule = mx(scale_rule);
+  rule.element = Element::kE4m3;
+  rule.block = block;
+  rule.block_rows = block_rows;
+  return rule;
+}
+
+Quantizer nvfp4(Tensor tensor) {
+  Quantizer rule = kNvfp4;
+  if (tensor == Tensor::kActivation) rule.global = GlobalScale::kPerToken;
+  if (tensor == Tensor::kCache) rule.global = GlobalScale::kStatic;
+  return rule;
+}
+
+Quantizer fp8(Tensor tensor) {
+  if (tensor == Tensor::kWeight) return e4m3(128, 128, ScaleRule::kMxRceil);
+  if (tensor == Tensor::kActivation) return e4m3(128, 1, ScaleRule::kMxRceil);
+  return {
+      .element = Element::kE4m3, .global = GlobalScale::kStatic, .global_is_power_of_two = true};
+}
+
 constexpr Quantizer ggml_mxfp4() {
   Quantizer rule = mx(ScaleRule::kMxFloor);
   rule.tie = Tie::kTowardZero;
@@ -109,26 +142,56 @@ constexpr Named kPresets[] = {
     {"mx-rceil", mx(ScaleRule::kMxRceil)},
 };
 
+Contract contract_of(std::string_view weight, std::string_view cache, int num_layers) {
+  Contract contract;
+  contract.weight = format(weight, Tensor::kWeight);
+  contract.activation = format(weight, Tensor::kActivation);
+  contract.k = contract.v = format(cache, Tensor::kCache);
+  contract.layers = LayerSet::range(0, num_layers);
+  return contract;
+}
+
 }  // namespace
+
+std::vector<std::string> formats() { return {"bf16", "nvfp4", "mxfp4", "mxfp8", "fp8"}; }
+
+Quantizer format(std::string_view name, Tensor tensor, MxRule rule) {
+  if (name == "bf16") return {};
+  if (name == "nvfp4") return nvfp4(tensor);
+  if (name == "mxfp4") return mx(scale_rule(rule));
+  if (name == "fp8") return fp8(tensor);
+  if (name != "mxfp8") {
+    throw Error(cat({"format ", name, " is not known; known are bf16, nvfp4, mxfp4, mxfp8, fp8"}));
+  }
+  if (tensor == Tensor::kCache) {
+    throw Error(
+        "contract.kv is \"mxfp8\", which no kernel reads from the cache; take fp8, mxfp4, nvfp4 or "
+        "bf16");
+  }
+  return e4m3(32, 1, scale_rule(rule));
+}
 
 Contract lockstep(int num_layers) { return contract_of(kNvfp4, num_layers); }
 
 Contract preset(std::string_view name, int num_layers) {
   if (name == "bf16") return bf16();
+  if (name == "fp8") return contract_of("fp8", "fp8", num_layers);
+  if (name == "mxfp8") return contract_of("mxfp8", "bf16", num_layers);
   for (const Named& known : kPresets) {
     if (known.name == name) return contract_of(known.weight, num_layers);
   }
   const std::string near = nearest(name, names());
-  throw Error(
-      cat({"contract ", name, " is not known", near.empty() ? "; known are " : "; did you mean ",
-           near.empty() ? cat({"bf16, lockstep, te, modelopt, compressed-tensors, torchao, "
-                               "ggml, ggml-mxfp4, mx-floor, mx-even, mx-ceil, mx-rceil"})
-                        : cat({near, "?"})}));
+  throw Error(cat(
+      {"contract ", name, " is not known", near.empty() ? "; known are " : "; did you mean ",
+       near.empty() ? cat({"bf16, lockstep, te, modelopt, compressed-tensors, torchao, "
+                           "ggml, ggml-mxfp4, mx-floor, mx-even, mx-ceil, mx-rceil, mxfp8, fp8"})
+                    : cat({near, "?"})}));
 }
 
 std::vector<std::string> names() {
   std::vector<std::string> all = {"bf16"};
   for (const Named& known : kPresets) all.emplace_back(known.name);
+  all.insert(all.end(), {"mxfp8", "fp8"});
   return all;
 }
 

@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "instruments/diff_place.h"
 #include "numerics/bf16.h"
-#include "numerics/exponent.h"
+#include "numerics/scale.h"
 
 namespace lockstep::instruments {
 namespace {
@@ -50,21 +50,21 @@ void require_tokens(const Dump& a, const Dump& b) {
 }
 
 void require_guidable(const std::string& name, const Quantizer& rule) {
-  const bool nvfp4 = rule.scale == ScaleFormat::kE4m3 && rule.global_is_power_of_two;
-  if (rule.element == Element::kE2m1 && rule.code_rule == CodeRule::kExact &&
-      rule.tie == Tie::kEven && (nvfp4 || rule.is_mx())) {
+  const bool guided = rule.global_is_power_of_two || rule.is_mx();
+  if (rule.quantizes() && rule.code_rule == CodeRule::kExact && rule.tie == Tie::kEven && guided) {
     return;
   }
   throw Error(cat({"contract ", name,
                    " has no codes that guidance is defined for; compare under lockstep, mx-floor, "
-                   "mx-even, mx-ceil or mx-rceil"}));
+                   "mx-even, mx-ceil, mx-rceil, mxfp8 or fp8"}));
 }
 
 void require_blocks(const Dump& dump, Place place, const Quantizer& rule) {
   const std::int64_t width = dump.width(place);
-  if (width % rule.block == 0 && width <= INT32_MAX) return;
+  const std::int32_t block = rule.scale == ScaleFormat::kNone ? 16 : rule.block;
+  if (width % block == 0 && width <= INT32_MAX) return;
   throw Error(cat({dump.name(), ": ", tensor_name(place), " is ", width, " wide, which blocks of ",
-                   rule.block, " do not divide"}));
+                   block, " do not divide"}));
 }
 
 float amax_of(const std::vector<Bf16>& values) {
@@ -74,14 +74,14 @@ float amax_of(const std::vector<Bf16>& values) {
 }
 
 /// K's and V's, [L, 2].
-std::vector<std::int8_t> exponents_of(const Dump& a, std::int32_t layers) {
+std::vector<std::int8_t> exponents_of(const Dump& a, std::int32_t layers, const Quantizer& rule) {
   std::vector<std::int8_t> exponents = a.kv_exponents();
   if (exponents.empty()) {
     exponents.assign(static_cast<std::size_t>(2 * layers), 0);
     for (const Place& place : a.places()) {
       if (place.site != Site::kK && place.site != Site::kV) continue;
       const auto at = static_cast<std::size_t>(2 * place.layer.value + (place.site == Site::kV));
-      exponents[at] = static_cast<std::int8_t>(kv_exponent(amax_of(a.values(place))));
+      exponents[at] = static_cast<std::int8_t>(kv_exponent(rule, amax_of(a.values(place))));
     }
   }
   if (std::ssize(exponents) < 2 * layers) {
@@ -235,8 +235,9 @@ Diff diff(const Dump& a, const Dump& b, const DiffOptions& options) {
   for (const Place& place : a.places()) layers = std::max(layers, place.layer.value + 1);
   Diff diff{.a = a.name(), .b = b.name(), .options = options, .rows = a.rows()};
   diff.contract = contracts::preset(options.contract, layers);
-  require_guidable(options.contract, diff.contract.activation);
-  if (!diff.contract.k.is_mx()) diff.contract.kv_exponents = exponents_of(a, layers);
+  if (diff.contract.k.global == GlobalScale::kStatic) {
+    diff.contract.kv_exponents = exponents_of(a, layers, diff.contract.k);
+  }
 
   std::vector<double> drift;
   for (const Place& place : a.places()) {
@@ -245,7 +246,11 @@ Diff diff(const Dump& a, const Dump& b, const DiffOptions& options) {
       continue;
     }
     const bool cached = place.site != Site::kW13In;
-    const Quantizer& rule = cached ? diff.contract.k : diff.contract.activation;
+    Quantizer rule = cached ? diff.contract.k : diff.contract.activation;
+    if (rule.is_wide() && a.width(place) < rule.block) {
+      rule.block = static_cast<std::int32_t>(a.width(place));  // an FP8 block is a row at most
+    }
+    require_guidable(options.contract, rule);
     require_blocks(a, place, rule);
     const std::vector<Bf16> left = a.values(place), right = b.values(place);
     const auto at = static_cast<std::size_t>(2 * place.layer.value + (place.site == Site::kV));

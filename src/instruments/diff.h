@@ -28,7 +28,6 @@ struct DiffOptions {
 
 /// What a mode of guidance would leave of the difference at a place.
 struct Left {
-  bool defined = true;      // MXFP4 has no residues mod 4
   std::int64_t bytes = 0;   // of a token's record
   std::int64_t differ = 0;  // elements whose value is not the rollout's
   double l2 = 0;            // ||operand - rollout's|| / ||rollout's||

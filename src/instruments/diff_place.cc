@@ -11,6 +11,7 @@
 #include "kernels/exact/record_row.h"
 #include "numerics/bf16.h"
 #include "numerics/e2m1.h"
+#include "numerics/guided.h"
 #include "numerics/scale.h"
 
 namespace lockstep::instruments {
@@ -22,13 +23,23 @@ constexpr std::int64_t kGrain = 8;                              // rows
 /// Codes of a chunk.
 struct Coded {
   Coded(std::int64_t rows, std::int64_t width, const Quantizer& rule)
-      : codes(static_cast<std::size_t>(rows * width / 2)),
-        scales(static_cast<std::size_t>(rows * width / rule.block)),
+      : wide(rule.is_wide()),
+        codes(static_cast<std::size_t>(rows * rule.code_bytes(width))),
+        scales(static_cast<std::size_t>(rows * rule.scale_cols(width))),
         global(static_cast<std::size_t>(rows)),
-        view{{codes.data(), {rows, width / 2}, {width / 2, 1}},
-             {scales.data(), {rows, width / rule.block}, {width / rule.block, 1}},
+        view{{codes.data(), {rows, rule.code_bytes(width)}, {rule.code_bytes(width), 1}},
+             {scales.data(), {rows, rule.scale_cols(width)}, {rule.scale_cols(width), 1}},
              {global.data(), {rows}, {1}}} {}
 
+  /// Of element i of all.
+  int magnitude(std::int64_t i) const { return byte(i) & (wide ? 0x7F : 7); }
+  bool negative(std::int64_t i) const { return (byte(i) & (wide ? 0x80 : 8)) != 0; }
+  int byte(std::int64_t i) const {
+    if (wide) return codes[static_cast<std::size_t>(i)];
+    return codes[static_cast<std::size_t>(i / 2)] >> (i % 2 * 4);
+  }
+
+  bool wide;
   std::vector<std::uint8_t> codes, scales;
   std::vector<float> global;
   PackedView<std::uint8_t> view;
@@ -50,7 +61,17 @@ struct LeftSums {
 double squared(double x) { return x * x; }
 
 /// From |x| / scale to the nearest midpoint between two codes.
-double boundary_distance(double z) {
+double boundary_distance(double z, bool wide) {
+  if (wide) {
+    const auto worth = [](std::uint32_t m) {
+      return static_cast<double>(to_float(static_cast<E4m3>(static_cast<std::uint8_t>(m))));
+    };
+    const std::uint32_t m = e4m3_bracket(static_cast<float>(z));
+    double nearest = std::abs(z - (worth(m) + worth(m + 1)) / 2);
+    if (m > 0) nearest = std::min(nearest, std::abs(z - (worth(m - 1) + worth(m)) / 2));
+    if (m < 125) nearest = std::min(nearest, std::abs(z - (worth(m + 1) + worth(m + 2)) / 2));
+    return nearest;
+  }
   double nearest = std::abs(z - 5.0);
   for (const double midpoint : {0.25, 0.75, 1.25, 1.75, 2.5, 3.5}) {
     nearest = std::min(nearest, std::abs(z - midpoint));
@@ -82,7 +103,8 @@ class Chunk {
     return {x.data() + first_ * width_, {rows_, width_}, {width_, 1}};
   }
   RowLayout layout(Encoding encoding) const {
-    return {encoding, static_cast<std::int32_t>(width_), args_.rule.block,
+    const bool scaled = args_.rule.scale != ScaleFormat::kNone;
+    return {encoding, static_cast<std::int32_t>(width_), scaled ? args_.rule.block : 0,
             args_.rule.global == GlobalScale::kPerToken ? 1 : 0};
   }
   std::int64_t quantize(TensorView<const Bf16, 2> x, Coded& out) const;
@@ -111,15 +133,17 @@ std::int64_t Chunk::quantize(TensorView<const Bf16, 2> x, Coded& out) const {
 
 std::vector<std::uint8_t> Chunk::records(const RowLayout& layout) const {
   std::vector<std::uint8_t> records(static_cast<std::size_t>(rows_ * layout.bytes()));
-  const std::int64_t blocks = width_ / args_.rule.block;
+  const std::int64_t blocks = args_.rule.scale_cols(width_);
+  const std::int64_t bytes = args_.rule.code_bytes(width_);
   parallel_for(rows_, kGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       const float global = a_.global[static_cast<std::size_t>(row)];
       kernels::write_record(
-          {.codes = a_.codes.data() + row * width_ / 2,
+          {.codes = a_.codes.data() + row * bytes,
            .scales = a_.scales.data() + row * blocks,
            .cols = static_cast<std::int32_t>(width_),
-           .exponent = static_cast<std::int8_t>(layout.exponents > 0 ? exponent_of(global) : 0)},
+           .exponent = static_cast<std::int8_t>(layout.exponents > 0 ? exponent_of(global) : 0),
+           .wide = args_.rule.is_wide()},
           0, layout, records.data() + row * layout.bytes());
     }
   });
@@ -130,7 +154,7 @@ RowSums Chunk::compare_row(std::int64_t row) const {
   RowSums sums;
   const Bf16* a = args_.a.data() + (first_ + row) * width_;
   const Bf16* b = args_.b.data() + (first_ + row) * width_;
-  const std::int64_t blocks = width_ / args_.rule.block;
+  const std::int64_t blocks = args_.rule.scale_cols(width_);
   const auto n = args_.rule.global == GlobalScale::kPerToken
                      ? exponent_of(a_.global[static_cast<std::size_t>(row)])
                      : args_.exponent;
@@ -140,31 +164,23 @@ RowSums Chunk::compare_row(std::int64_t row) const {
     sums.a += squared(x);
     sums.difference += squared(y - x);
     sums.differ += x != y;
-    const auto magnitude_of = [&](const Coded& coded) {
-      return static_cast<int>(
-          coded.codes[static_cast<std::size_t>((row * width_ + i) / 2)] >> (i % 2 * 4) & 7);
-    };
-    const auto negative = [&](const Coded& coded) {
-      return (coded.codes[static_cast<std::size_t>((row * width_ + i) / 2)] >> (i % 2 * 4) & 8) !=
-             0;
-    };
-    const int p = magnitude_of(a_), q = magnitude_of(b_);
+    const std::int64_t element = row * width_ + i;
+    const int p = a_.magnitude(element), q = b_.magnitude(element);
     sums.up += q > p;
     sums.down += q < p;
     sums.dead += p == 0 && x != 0.0;
     sums.dead_flips += (p == 0) != (q == 0);
     const std::uint8_t byte =
-        a_.scales[static_cast<std::size_t>(row * blocks + i / args_.rule.block)];
-    const auto scale =
-        static_cast<double>(args_.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
-                                               : scale_value(static_cast<E4m3>(byte), n));
+        blocks == 0 ? std::uint8_t{0}
+                    : a_.scales[static_cast<std::size_t>(row * blocks + i / args_.rule.block)];
+    const auto scale = static_cast<double>(scale_value(args_.rule, byte, n));
     if (!(scale > 0.0)) continue;
     const double z = std::abs(x) / scale;
-    sums.clipped += z > 6.0;
-    const double distance = boundary_distance(z);
+    sums.clipped += z > (args_.rule.is_wide() ? 448.0 : 6.0);
+    const double distance = boundary_distance(z, args_.rule.is_wide());
     sums.boundary += distance;
     ++sums.on_grid;
-    if (p == q && negative(a_) == negative(b_)) continue;
+    if (p == q && a_.negative(element) == b_.negative(element)) continue;
     sums.boundary_flips += distance;
     ++sums.flips_on_grid;
   }
@@ -207,10 +223,6 @@ void Chunk::compare(PlaceDiff& sum, std::vector<double>& drift) {
 
 void Chunk::guide(std::size_t mode, PlaceDiff& sum) {
   Left& left = sum.left[mode];
-  if (args_.rule.is_mx() && kModes[mode] == Guidance::kLsbScaleMod4) {
-    left.defined = false;
-    return;
-  }
   const RowLayout kept = layout(encoding_for(kModes[mode], args_.rule));
   const std::vector<std::uint8_t> record = records(kept);
   kernels::guide({.x = rows_of(args_.b),
@@ -231,7 +243,7 @@ void Chunk::guide(std::size_t mode, PlaceDiff& sum) {
 
 /// Of B at its own scale against A's codes; operand_ holds B so rounded.
 void Chunk::audit(PlaceDiff& sum) const {
-  const RowLayout full = layout(Encoding::kCodes);
+  const RowLayout full = layout(args_.rule.is_wide() ? Encoding::kCodes8 : Encoding::kCodes);
   const std::vector<std::uint8_t> codes = records(full);
   std::int64_t counts[kernels::kNumAuditCounts] = {};
   kernels::audit({.x = rows_of(args_.b),

@@ -202,15 +202,18 @@ TEST_F(DiffTest, ModesLeaveLessTheMoreTheyRecord) {
   EXPECT_EQ(bytes[5], bytes[4]);
 }
 
-TEST_F(DiffTest, Mxfp4HasNoResidues) {
+TEST_F(DiffTest, ModesOfPowerOfTwoScales) {
   const Content a = content();
   Content b = a;
   for (auto& [place, x] : b.values) x = drifted(x, 0.02, 50);
-  const Diff d = diff_of(a, b, {.contract = "mx-rceil"});
-  for (const PlaceDiff& p : d.places) {
-    EXPECT_FALSE(p.left[2].defined);
-    EXPECT_GT(p.left[0].differ, p.left[3].differ);
-    EXPECT_EQ(p.left[5].differ, 0);
+  for (const char* contract : {"mx-rceil", "fp8"}) {
+    const Diff d = diff_of(a, b, {.contract = contract});
+    for (const PlaceDiff& p : d.places) {
+      EXPECT_EQ(p.left[0].differ, p.flips);
+      EXPECT_EQ(p.left[2].differ, p.left[3].differ) << "no block drifted by a factor of 2";
+      EXPECT_GT(p.left[0].differ, p.left[3].differ);
+      EXPECT_EQ(p.left[5].differ, 0);
+    }
   }
 }
 

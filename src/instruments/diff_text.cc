@@ -66,7 +66,6 @@ std::string place_table(const Diff& diff) {
 /// What a mode leaves at one kind of site, over all layers.
 struct SiteSum {
   std::int64_t differ = 0, elements = 0, bytes = 0;
-  bool defined = true;
 };
 
 SiteSum sum_of(const Diff& diff, std::size_t mode, Site site) {
@@ -76,7 +75,6 @@ SiteSum sum_of(const Diff& diff, std::size_t mode, Site site) {
     sum.differ += place.left[mode].differ;
     sum.elements += place.elements;
     sum.bytes += place.left[mode].bytes;
-    sum.defined &= place.left[mode].defined;
   }
   return sum;
 }
@@ -86,14 +84,12 @@ std::string mode_table(const Diff& diff) {
   for (std::size_t mode = 0; mode < kModes.size(); ++mode) {
     std::vector<std::string> row = {std::string(name_of(kModes[mode]))};
     std::int64_t bytes = 0;
-    bool defined = true;
     for (const Site site : {Site::kW13In, Site::kK, Site::kV}) {
       const SiteSum sum = sum_of(diff, mode, site);
-      row.push_back(sum.elements == 0 || !sum.defined ? "-" : percent(sum.differ, sum.elements));
+      row.push_back(sum.elements == 0 ? "-" : percent(sum.differ, sum.elements));
       bytes += sum.bytes;
-      defined &= sum.defined;
     }
-    row.push_back(defined ? cat({bytes}) : "-");
+    row.push_back(cat({bytes}));
     table.push_back(std::move(row));
   }
   return aligned(table);
@@ -150,7 +146,6 @@ ordered_json json_of(const std::optional<Place>& place) {
 ordered_json json_of(const PlaceDiff& p) {
   ordered_json left;
   for (std::size_t mode = 0; mode < kModes.size(); ++mode) {
-    if (!p.left[mode].defined) continue;
     left[std::string(name_of(kModes[mode]))] = {
         {"differ_frac", quotient(p.left[mode].differ, p.elements)},
         {"l2", p.left[mode].l2},
@@ -230,15 +225,12 @@ std::string to_json(const Diff& diff) {
   for (std::size_t mode = 0; mode < kModes.size(); ++mode) {
     ordered_json entry;
     std::int64_t bytes = 0;
-    bool defined = true;
     for (const Site site : {Site::kW13In, Site::kK, Site::kV}) {
       const SiteSum sum = sum_of(diff, mode, site);
       bytes += sum.bytes;
-      defined &= sum.defined;
       if (sum.elements > 0)
         entry[place_text({Layer{0}, site}).substr(2)] = quotient(sum.differ, sum.elements);
     }
-    if (!defined) continue;
     entry["bytes_per_token"] = bytes;
     modes[std::string(name_of(kModes[mode]))] = std::move(entry);
   }

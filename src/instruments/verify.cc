@@ -80,10 +80,10 @@ class Verifier {
       : args_(args), each_(each), agreement_(args.agreement), options_(args.rollout) {
     options_.drift = {};
     const Contract& contract = agreement_.contract;
-    qat_ = {.weights = contract.weight.element == Element::kE2m1,
-            .activations = contract.activation.element == Element::kE2m1,
-            .k = contract.k.element == Element::kE2m1,
-            .v = contract.v.element == Element::kE2m1};
+    qat_ = {.weights = contract.weight.quantizes(),
+            .activations = contract.activation.quantizes(),
+            .k = contract.k.quantizes(),
+            .v = contract.v.quantizes()};
     // All that is quantized is recorded in full, and the trainer is made to use the very codes.
     agreement_.guide = Guide{};
     agreement_.guide.mode = Guidance::kFullForced;
@@ -91,7 +91,7 @@ class Verifier {
     agreement_.guide.replay_experts = true;
     agreement_.guide.audit_every = 1;
     for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
-      if (agreement_.rule(site).element != Element::kE2m1) continue;
+      if (!agreement_.rule(site).quantizes()) continue;
       agreement_.guide.sites.bits =
           static_cast<std::uint8_t>(agreement_.guide.sites.bits | SiteSet{site}.bits);
     }

@@ -1,5 +1,6 @@
-/// E4M3 (the "fn" kind: no Inf, NaN at 0x7F) as the scale of a block. Codes 0 to 0x7E are the
-/// finite scales, 0 to 448; 0x08 is the smallest normal, 2^-6, and the step below it is 2^-9.
+/// E4M3 (the "fn" kind: no Inf, NaN at 0x7F): the scale of an NVFP4 block, and the element of FP8.
+/// Codes 0 to 0x7E are the finite magnitudes, 0 to 448; 0x08 is the smallest normal, 2^-6, and the
+/// step below it is 2^-9.
 #pragma once
 
 #include "numerics/bf16.h"
@@ -42,6 +43,13 @@ constexpr E4m3 to_e4m3(float x) {
     code = float_bits(float_of(bits) + 0x1p14f) - float_bits(0x1p14f);
   }
   return static_cast<E4m3>(static_cast<std::uint8_t>(code | sign));
+}
+
+/// The element nearest to x * inverse, saturating; a zero has no sign. Exact where `inverse` is a
+/// power of two: a product that FP32 cannot hold is far below the smallest element.
+constexpr E4m3 to_e4m3_scaled(float x, float inverse) {
+  const E4m3 code = to_e4m3(x * inverse);
+  return bits_of(code) == 0x80u ? E4m3{0} : code;
 }
 
 }  // namespace lockstep

@@ -42,4 +42,7 @@ constexpr std::int32_t global_exponent_of_256(float amax) {
 /// Of the cache, from a calibration batch's amax: two binades of headroom above it.
 constexpr std::int32_t kv_exponent(float amax) { return clamped_exponent(amax, 9); }
 
+/// The same for a cache of E4M3 elements: the smallest n with 4 * amax <= 448 * 2^n.
+constexpr std::int32_t kv_exponent_e4m3(float amax) { return clamped_exponent(amax, 6, 0x600000u); }
+
 }  // namespace lockstep

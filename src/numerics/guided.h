@@ -45,6 +45,28 @@ constexpr std::uint32_t guided_by_code(std::uint32_t m, bool negative, E2m1 roll
   return toward <= m ? m : m + 1;
 }
 
+// ---- E4M3 elements ----
+//
+// Their scale is a power of two, so z = |x| / S is exact. Magnitudes are the codes 0 to 126, which
+// rise with what they are worth; neighbours differ in their last bit, so a bracket is {m, m + 1}.
+// Guidance by that bit is exact while x stays strictly between the neighbours of the rollout's
+// code, which holds wherever |x_train - x_roll| < |x_roll| / 31, and < S * 2^-10 for subnormal
+// codes: half the distance to the nearer neighbour.
+
+/// The lower end of the bracket: the largest m <= 125 that is worth no more than z. z not negative.
+constexpr std::uint32_t e4m3_bracket(float z) {
+  const std::uint32_t m =
+      z >= 0x1p-6f ? (float_bits(z) >> 20) - (120u << 3) : static_cast<std::uint32_t>(z * 512.0f);
+  return m > 125u ? 125u : m;
+}
+
+/// As guided_by_code, of E4M3 codes.
+constexpr std::uint32_t guided_by_code(std::uint32_t m, bool negative, E4m3 rollout) {
+  const bool other_side = (bits_of(rollout) >> 7 != 0) != negative;
+  const std::uint32_t toward = other_side ? 0u : bits_of(rollout) & 0x7Fu;
+  return toward <= m ? m : m + 1;
+}
+
 // ---- The scale from two bits ----
 
 /// Where y = amax_block / (6 * 2^n) lies on the line of E4M3 codes, rounded up: ceil(p(y)), with p

@@ -105,13 +105,51 @@ constexpr float clamp_scale(float scale, float low) {
   return scale < low ? low : scale > 448.0f ? 448.0f : scale;
 }
 
+constexpr MxSpan mx_span(const Quantizer& rule) { return rule.is_wide() ? mx_e4m3() : mx_e2m1(); }
+
+/// What an E8M0 byte multiplies the codes by. E4M3 elements know no scale below 2^-124: a byte
+/// below 3 is that of a block of zeros, and whatever stands there is 0.
+constexpr float mx_value(const Quantizer& rule, std::uint8_t byte) {
+  return rule.is_wide() && byte < 3 ? 0.0f : to_float(static_cast<E8m0>(byte));
+}
+
+/// The largest scale byte that a quantizer writes; above it data is damaged.
+constexpr std::uint8_t most_scale_byte(const Quantizer& rule) {
+  if (!rule.is_mx()) return kE4m3Max;
+  return static_cast<std::uint8_t>(mx_span(rule).most + 127);
+}
+
+/// What a block's codes are multiplied by, under 2^n where there is a global scale, which is then a
+/// power of two.
+constexpr float scale_value(const Quantizer& rule, std::uint8_t byte, std::int32_t n) {
+  if (rule.scale == ScaleFormat::kNone) return power_of_two(n);
+  return rule.is_mx() ? mx_value(rule, byte) : scale_value(static_cast<E4m3>(byte), n);
+}
+
+/// The E8M0 byte with byte mod 4 == residue that is nearest to `own`, the lower on a tie: the
+/// rollout's wherever the block's maximum drifted by less than a factor of 2, for then its byte is
+/// at most one off under every rule.
+constexpr std::uint8_t mx_byte_of_residue(const Quantizer& rule, std::uint32_t residue,
+                                          std::uint8_t own) {
+  const std::int32_t up = (static_cast<std::int32_t>(residue) - own) & 3;
+  std::int32_t byte = own + (up >= 2 ? up - 4 : up);
+  if (byte < 0) byte += 4;
+  const std::int32_t most = most_scale_byte(rule);
+  return static_cast<std::uint8_t>(byte > most ? byte - 4 : byte);
+}
+
+/// n of a cache under this rule, whose amax a calibration batch showed.
+constexpr std::int32_t kv_exponent(const Quantizer& rule, float amax) {
+  return rule.is_wide() ? kv_exponent_e4m3(amax) : kv_exponent(amax);
+}
+
 /// The scale byte of a block with this amax, finite and not negative.
 constexpr std::uint8_t scale_byte(const Quantizer& rule, float amax, const GlobalNumbers& global) {
   switch (rule.scale_rule) {
-    case ScaleRule::kMxFloor: return bits_of(mx_scale(amax, MxRule::kFloor));
-    case ScaleRule::kMxEven: return bits_of(mx_scale(amax, MxRule::kEven));
-    case ScaleRule::kMxCeil: return bits_of(mx_scale(amax, MxRule::kCeil));
-    case ScaleRule::kMxRceil: return bits_of(mx_scale(amax, MxRule::kRceil));
+    case ScaleRule::kMxFloor: return bits_of(mx_scale(amax, MxRule::kFloor, mx_span(rule)));
+    case ScaleRule::kMxEven: return bits_of(mx_scale(amax, MxRule::kEven, mx_span(rule)));
+    case ScaleRule::kMxCeil: return bits_of(mx_scale(amax, MxRule::kCeil, mx_span(rule)));
+    case ScaleRule::kMxRceil: return bits_of(mx_scale(amax, MxRule::kRceil, mx_span(rule)));
     case ScaleRule::kGgml: return bits_of(to_e4m3_ggml(amax / 6.0f));
     case ScaleRule::kExact: return bits_of(block_scale(amax, global.exponent));
     case ScaleRule::kTe: return bits_of(to_e4m3(amax * (global.encode * (1.0f / 6.0f))));
@@ -142,7 +180,7 @@ constexpr BlockCoder block_coder(const Quantizer& rule, std::uint8_t byte,
                                  const GlobalNumbers& global) {
   BlockCoder coder{rule.code_rule, rule.tie, rule.sign_of_zero, 0.0f};
   if (rule.is_mx()) {
-    coder.factor = to_float(static_cast<E8m0>(byte));
+    coder.factor = mx_value(rule, byte);
     return coder;
   }
   const float scale = to_float(static_cast<E4m3>(byte));
@@ -183,7 +221,8 @@ constexpr E2m1 code_of(float x, const BlockCoder& coder) {
 
 /// What a block's codes are multiplied by, in the dialect's order; `global` is the stored number.
 constexpr float decode_factor(const Quantizer& rule, std::uint8_t byte, float global) {
-  if (rule.is_mx()) return to_float(static_cast<E8m0>(byte));
+  if (rule.is_mx()) return mx_value(rule, byte);
+  if (rule.scale == ScaleFormat::kNone) return global;
   const float scale = to_float(static_cast<E4m3>(byte));
   if (rule.global == GlobalScale::kNone) return scale;
   if (rule.global_is_power_of_two) return scale * global;

@@ -80,7 +80,7 @@ ArmSpec humans() {
   ArmSpec arm = four_over_six();
   arm.name = "humans";
   arm.four_over_six = FourOverSix::kMae;
-  arm.contract_kv = false;
+  arm.contract_kv = "false";
   arm.contract_layers = "first_85%";
   arm.qat = {.weights = true, .activations = true};
   return arm;
@@ -113,8 +113,8 @@ ArmSpec trace_full() {
 ArmSpec qerl() {
   ArmSpec arm = w4a16();
   arm.name = "qerl";
-  arm.contract_activations = false;
-  arm.contract_kv = false;
+  arm.contract_activations = "false";
+  arm.contract_kv = "false";
   arm.sync.noise = {.start = 1e-2, .end = 1e-4};
   return arm;
 }
@@ -127,9 +127,38 @@ ArmSpec qurl() {
   return arm;
 }
 
+ArmSpec in_formats(ArmSpec arm, const char* name, const char* weights, const char* activations,
+                   const char* kv) {
+  arm.name = name;
+  arm.contract_weights = weights;
+  arm.contract_activations = activations;
+  arm.contract_kv = kv;
+  return arm;
+}
+
+std::vector<ArmSpec> mxfp4() {
+  return {in_formats(naive(), "mxfp4_naive", "mxfp4", "mxfp4", "mxfp4"),
+          in_formats(w4a4(), "mxfp4_qat", "mxfp4", "mxfp4", "mxfp4"),
+          in_formats(trace(), "mxfp4_trace", "mxfp4", "mxfp4", "mxfp4"),
+          in_formats(naive(), "mxfp4_w4a8_naive", "mxfp4", "mxfp8", "mxfp4"),
+          in_formats(w4a4(), "mxfp4_w4a8_qat", "mxfp4", "mxfp8", "mxfp4"),
+          in_formats(trace(), "mxfp4_w4a8_trace", "mxfp4", "mxfp8", "mxfp4")};
+}
+
+/// FP8-RL's rollout under a BF16 trainer, under a trainer whose products are FP8 as well, and under
+/// one that computes the rollout's whole graph (Jet-RL).
+std::vector<ArmSpec> fp8() {
+  ArmSpec products = naive();
+  products.qat = {.weights = true, .activations = true};
+  return {in_formats(naive(), "fp8_naive", "fp8", "fp8", "fp8"),
+          in_formats(products, "fp8", "fp8", "fp8", "fp8"),
+          in_formats(w4a4(), "jet_rl", "fp8", "fp8", "fp8"),
+          in_formats(trace(), "fp8_trace", "fp8", "fp8", "fp8")};
+}
+
 std::vector<ArmSpec> all_arms() {
   // One a line: a trailing comma keeps it so.
-  return {
+  std::vector<ArmSpec> arms = {
       bf16(),
       naive(),
       w4a16(),
@@ -149,6 +178,10 @@ std::vector<ArmSpec> all_arms() {
       resq("resq_dense", rollout::Residual::kDense),
       of(),
   };
+  for (const std::vector<ArmSpec>& more : {mxfp4(), fp8()}) {
+    arms.insert(arms.end(), more.begin(), more.end());
+  }
+  return arms;
 }
 
 std::int32_t layer_number(std::string_view text, std::string_view spelling,
@@ -191,24 +224,34 @@ void let_end_at_four(Quantizer& rule, FourOverSix metric, const char* what) {
 }
 
 Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
-  if (spec.contract == "bf16") return contracts::bf16();
-  if (spec.contract != "lockstep") {
-    throw Error(cat({"contract.preset is \"", spec.contract,
-                     "\"; a rollout runs lockstep or bf16 (other dialects are read, written and "
-                     "compared, not run)"}));
+  static constexpr std::string_view kRuns[] = {"bf16",    "lockstep", "mx-floor", "mx-even",
+                                               "mx-ceil", "mx-rceil", "mxfp8",    "fp8"};
+  if (std::find(std::begin(kRuns), std::end(kRuns), spec.contract) == std::end(kRuns)) {
+    throw Error(
+        cat({"contract.preset is \"", spec.contract,
+             "\"; a rollout runs lockstep, mx-floor, mx-even, mx-ceil, mx-rceil, mxfp8, fp8 "
+             "or bf16 (other dialects are read, written and compared, not run)"}));
   }
-  Contract contract = contracts::lockstep(model.num_layers);
+  Contract contract = contracts::preset(spec.contract, model.num_layers);
+  const auto override = [&](Quantizer& rule, const std::string& format, contracts::Tensor tensor) {
+    if (format == "true") return;
+    rule = format == "false" ? Quantizer{} : contracts::format(format, tensor, spec.mx_rule);
+  };
+  override(contract.weight, spec.contract_weights, contracts::Tensor::kWeight);
+  override(contract.activation, spec.contract_activations, contracts::Tensor::kActivation);
+  override(contract.k, spec.contract_kv, contracts::Tensor::kCache);
+  if (spec.contract_kv != "true") contract.v = contract.k;
+  const bool plain =
+      !contract.weight.quantizes() && !contract.activation.quantizes() && !contract.k.quantizes();
+  if (spec.contract == "bf16" && plain) return contracts::bf16();
   contract.layers = layer_set(spec.contract_layers, model.num_layers);
-  if (!spec.contract_weights) contract.weight = Quantizer{};
-  if (!spec.contract_activations) contract.activation = Quantizer{};
-  if (!spec.contract_kv) contract.k = contract.v = Quantizer{};
   let_end_at_four(contract.weight, spec.four_over_six, "weights");
   let_end_at_four(contract.activation, spec.four_over_six, "activations");
   if (spec.four_over_six_kv) {
     let_end_at_four(contract.k, spec.four_over_six, "K and V");
     let_end_at_four(contract.v, spec.four_over_six, "K and V");
   }
-  if (spec.contract_kv) contract.kv_exponents = spec.kv_exponents;
+  if (contract.k.global == GlobalScale::kStatic) contract.kv_exponents = spec.kv_exponents;
   return contract;
 }
 

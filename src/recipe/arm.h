@@ -40,9 +40,11 @@ struct ArmSpec {
   std::string name = "trace";
   std::string contract = "lockstep";  // a preset's name
   std::string contract_layers = "all";
-  bool contract_weights = true;  // false: that kind of tensor stays BF16
-  bool contract_activations = true;
-  bool contract_kv = true;
+  // Of that kind of tensor: "true" for the preset's format, "false" for BF16, or a format's name.
+  std::string contract_weights = "true";
+  std::string contract_activations = "true";
+  std::string contract_kv = "true";
+  MxRule mx_rule = MxRule::kRceil;                // of the formats mxfp4 and mxfp8
   FourOverSix four_over_six = FourOverSix::kOff;  // of weights and activations
   bool four_over_six_kv = false;                  // and of K and V
   std::vector<std::int8_t> kv_exponents{};        // [L, 2]; empty: calibrated when the run begins

@@ -12,17 +12,19 @@ namespace {
 
 /// Bytes of a row of `width` elements under a rule.
 std::int64_t row_bytes(const Quantizer& rule, std::int64_t width) {
-  if (rule.element == Element::kBf16) return 2 * width;
-  return width * (rule.element == Element::kE2m1 ? 4 : 8) / 8 + width / rule.block;
+  if (!rule.quantizes()) return 2 * width;
+  return rule.code_bytes(width) + rule.scale_cols(width) / rule.block_rows;
 }
 
-bool quantizes(const Quantizer& rule) { return rule.element != Element::kBf16; }
-
 void check_block(const Quantizer& rule, std::int32_t size, const char* tensor, const char* key) {
-  if (!quantizes(rule) || size % rule.block == 0) return;
+  if (!rule.quantizes() || rule.block_rows > 1) return;  // a weight's blocks end where it ends
+  // Blocks of FP8 longer than a row are a row.
+  const std::int32_t block =
+      rule.scale == ScaleFormat::kNone || (rule.is_wide() && size < rule.block) ? 16 : rule.block;
+  if (size % block == 0) return;
   throw Error(
       cat({"contract.preset cannot quantize ", tensor, ": its rows are ", size,
-           " long, no multiple of the block of ", rule.block, "; set contract.", key, " = false"}));
+           " long, no multiple of the block of ", block, "; set contract.", key, " = false"}));
 }
 
 void check_shapes(const Arm& arm, const ModelConfig& model) {
@@ -49,7 +51,7 @@ void check_qat(const Arm& arm) {
               {"k", arm.qat.k, arm.contract.k},
               {"v", arm.qat.v, arm.contract.v}};
   for (const auto& row : rows) {
-    if (row.imitated && !quantizes(row.rule)) {
+    if (row.imitated && !row.rule.quantizes()) {
       throw Error(cat({"qat.", row.key, " is true, and the contract leaves that in BF16; set qat.",
                        row.key, " = false, or let the contract quantize it"}));
     }
@@ -75,13 +77,18 @@ void check_qat(const Arm& arm) {
                        "qat.",
                        row.key, " = true, or leave it out"}));
     }
-    if (arm.guide.mode == Guidance::kLsbScaleMod4 &&
-        (row.rule.is_mx() || !row.rule.global_is_power_of_two)) {
-      throw Error(
-          cat({"guide.mode is lsb_scale_mod4, which needs NVFP4 with power-of-two global "
-               "scales at ",
-               row.name, "; use lsb, or contract.preset = \"lockstep\""}));
+    if (arm.guide.mode == Guidance::kLsbScaleMod4 && !row.rule.is_mx() &&
+        !row.rule.global_is_power_of_two) {
+      throw Error(cat({"guide.mode is lsb_scale_mod4, which needs power-of-two global scales at ",
+                       row.name, "; use lsb, or contract.preset = \"lockstep\""}));
     }
+  }
+  if (arm.guide.mode == Guidance::kRolloutScale &&
+      (arm.guide.sites.has(Site::kK) || arm.guide.sites.has(Site::kV)) &&
+      arm.contract.k.quantizes() && arm.contract.k.scale == ScaleFormat::kNone) {
+    throw Error(
+        "guide.mode is rollout_scale and guide.sites has k or v, whose FP8 scale is the contract's "
+        "and leaves nothing to record; take k and v out of guide.sites");
   }
   if (any && arm.guide.mode == Guidance::kOwnScale) {
     throw Error(

@@ -58,11 +58,20 @@ std::vector<Key> trainer_keys(train::Options& o) {
 
 std::vector<Key> arm_keys(ArmSpec& a) {
   return {
-      {"contract.preset", &a.contract, "the rollout's numbers: lockstep (NVFP4), or bf16"},
+      {"contract.preset", &a.contract,
+       "the rollout's numbers: lockstep (NVFP4), mx-floor, mx-even, mx-ceil, mx-rceil (MXFP4), "
+       "mxfp8, "
+       "fp8, or bf16"},
       {"contract.layers", &a.contract_layers, "layers that are quantized; the others stay BF16"},
-      {"contract.weights", &a.contract_weights, "are the routed experts' weights quantized?"},
-      {"contract.activations", &a.contract_activations, "are the routed experts' inputs?"},
-      {"contract.kv", &a.contract_kv, "is the KV cache?"},
+      {"contract.weights", Format{&a.contract_weights, contracts::formats()},
+       "the routed experts': true for the preset's format, false for bf16, or nvfp4, mxfp4, mxfp8 "
+       "(block 32), fp8 (blocks of 128)"},
+      {"contract.activations", Format{&a.contract_activations, contracts::formats()},
+       "... of the routed experts' inputs"},
+      {"contract.kv", Format{&a.contract_kv, contracts::formats()},
+       "... of the KV cache; not mxfp8"},
+      {"contract.mx_rule", choice(a.mx_rule, {"floor", "even", "ceil", "rceil"}),
+       "how a block's maximum becomes the scale of mxfp4 and mxfp8 (docs/formats/mxfp4.md)"},
       {"contract.four_over_six", choice(a.four_over_six, {"off", "mae", "mse"}),
        "may a block of weights or activations end at 4 where that loses less, by which measure?"},
       {"contract.four_over_six_kv", &a.four_over_six_kv, "... and a block of K or V?"},

@@ -149,6 +149,15 @@ class Put {
     }
     *target.value = {(*values)[0], (*values)[1]};
   }
+  void operator()(const Format& target) const {
+    if (const auto* is = std::get_if<bool>(&entry_.value)) {
+      *target.value = *is ? "true" : "false";
+      return;
+    }
+    const auto* value = std::get_if<std::string>(&entry_.value);
+    if (value == nullptr) refuse("true, false, or one of " + joined(target.names));
+    *target.value = target.names[index(target.names, *value)];
+  }
   void operator()(const Bytes& target) const {
     const std::string wanted = "bytes, as 4096 or \"256 MiB\"," + range_of(key_);
     const auto* text = std::get_if<std::string>(&entry_.value);
@@ -215,6 +224,9 @@ std::string print(const Target& target) {
           },
           [](const Interval& i) {
             return cat({"[", (*i.value)[0], ", ", (*i.value)[1], "]"});
+          },
+          [](const Format& f) {
+            return *f.value == "true" || *f.value == "false" ? *f.value : quoted(*f.value);
           },
           [](const Bytes& b) {
             const std::int64_t mib = *b.value >> 20;

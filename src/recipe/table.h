@@ -52,9 +52,15 @@ struct Interval {
   std::array<std::int64_t, 2>* value;
 };
 
+/// A format's name, or true for the preset's and false for BF16, kept as text.
+struct Format {
+  std::string* value;
+  std::vector<std::string> names;
+};
+
 using Target =
     std::variant<bool*, std::int32_t*, std::int64_t*, std::uint64_t*, float*, double*, std::string*,
-                 std::vector<std::int8_t>*, Choice, Flags, Bytes, Interval>;
+                 std::vector<std::int8_t>*, Choice, Flags, Bytes, Interval, Format>;
 
 /// A key, and where its value goes. What the target holds before reading is the default.
 struct Key {

@@ -17,12 +17,12 @@ struct Agreement {
   /// What is recorded of every token there; kNone: nothing.
   Encoding encoding(Place place) const;
 
-  /// The layout of a row there under `encoding`: that of every token, kCodes for an audit token, or
-  /// kBf16 for a dump.
+  /// The layout of a row there under `encoding`: that of every token, kCodes for an audit token
+  /// (kCodes8 where the site's elements are E4M3), or kBf16 for a dump.
   RowLayout layout(Place place, Encoding encoding) const;
 
-  /// The rule by which a site is quantized.
-  const Quantizer& rule(Site site) const;
+  /// The rule by which a site is quantized. A block of FP8 longer than the site's rows is a row.
+  Quantizer rule(Site site) const;
 
   /// Bytes that one token leaves, over all places: the formula of records.md 1, audit tokens aside.
   std::int64_t bytes_per_token() const;

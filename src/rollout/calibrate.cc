@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "kernels/exact/residual.h"
-#include "numerics/exponent.h"
+#include "numerics/scale.h"
 #include "rollout/capture.h"
 #include "rollout/engine.h"
 #include "rollout/forward.h"
@@ -127,11 +127,15 @@ void calibrate(const CalibrationArgs& args) {
 }
 
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
-                                      std::span<const std::vector<Token>> batch) {
+                                      std::span<const std::vector<Token>> batch,
+                                      const Contract& contract) {
   std::vector<float> most;
   calibrate({.model = model, .weights = weights, .batch = batch, .kv_amax = &most});
   std::vector<std::int8_t> exponents;
-  for (const float amax : most) exponents.push_back(static_cast<std::int8_t>(kv_exponent(amax)));
+  for (std::size_t i = 0; i < most.size(); ++i) {
+    const Quantizer& rule = i % 2 == 0 ? contract.k : contract.v;
+    exponents.push_back(static_cast<std::int8_t>(kv_exponent(rule, most[i])));
+  }
   return exponents;
 }
 
@@ -143,7 +147,7 @@ std::vector<std::uint8_t> calibrate_residual(const ModelConfig& model, const Con
   const auto add = [&](const ExpertInputs& inputs) {
     const auto [rows, cols] = inputs.x.shape;
     CodeRows codes;
-    const auto packed = codes.view(rows, cols, 16);
+    const auto packed = codes.view(rows, cols, contract.activation);
     kernels::quantize({.x = inputs.x, .rule = contract.activation, .out = packed});
     const std::vector<float> more =
         kernels::residual_scores({.x = inputs.x, .q = packed, .out = {}});

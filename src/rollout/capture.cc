@@ -18,9 +18,10 @@ namespace {
 
 constexpr std::int64_t kGrain = 256;  // rows a thread copies at least
 
-/// kCodes of one token from `slots` packed rows that start at `row`: codes, scales, exponents.
+/// kCodes of one token from `slots` packed rows that start at `row`: codes, scales, exponents if
+/// `own` says that rows have some.
 void pack_row(const PackedView<const std::uint8_t>& codes, std::int64_t row, std::int64_t slots,
-              std::byte* out) {
+              bool own, std::byte* out) {
   for (std::int64_t s = row; s < row + slots; ++s) {
     const auto bytes = static_cast<std::size_t>(codes.codes.shape[1]);
     std::memcpy(out, codes.codes.data + s * codes.codes.stride[0], bytes);
@@ -31,7 +32,7 @@ void pack_row(const PackedView<const std::uint8_t>& codes, std::int64_t row, std
     std::memcpy(out, codes.scales.data + s * codes.scales.stride[0], bytes);
     out += bytes;
   }
-  for (std::int64_t s = row; s < row + slots; ++s) {
+  for (std::int64_t s = row; own && s < row + slots; ++s) {
     const float global =
         codes.global.empty() ? 1.0f : codes.global.data[s * codes.global.stride[0]];
     *out++ = static_cast<std::byte>(static_cast<std::int8_t>(exponent_of(global)));
@@ -60,10 +61,11 @@ struct Capture::Impl {
 
   /// Does an audit token keep full codes there? Not beside a record that is full anyway.
   bool audits(Place place) const {
-    if (agreement.rule(place.site).element != Element::kE2m1) return false;
+    if (!agreement.rule(place.site).quantizes()) return false;
     if (!agreement.contract.layers.has(place.layer)) return false;
     if (place.site == Site::kW2In && !agreement.guide.follows(place)) return false;
-    return agreement.encoding(place) != Encoding::kCodes;
+    const Encoding kept = agreement.encoding(place);
+    return kept != Encoding::kCodes && kept != Encoding::kCodes8;
   }
 
   std::span<std::byte> room(std::size_t rows_kept, std::int32_t row_bytes) {
@@ -107,7 +109,7 @@ RowLayout Capture::layout(Layer layer, Site site) const {
   return encoding == Encoding::kNone ? RowLayout{} : impl_->agreement.layout(place, encoding);
 }
 
-void Capture::activations([[maybe_unused]] const Pass& pass, Layer layer, Site site,
+void Capture::activations(const Pass& pass, Layer layer, Site site,
                           TensorView<const std::uint8_t, 2> records,
                           PackedView<const std::uint8_t> codes) {
   if (impl_->sink == nullptr) return;
@@ -130,8 +132,9 @@ void Capture::activations([[maybe_unused]] const Pass& pass, Layer layer, Site s
   if (impl_->audit_keys.empty() || !impl_->audits(place)) return;
   const RowLayout full = impl_->agreement.layout(place, Encoding::kCodes);
   const std::span<std::byte> out = impl_->room(impl_->audit_keys.size(), full.bytes());
+  const std::int64_t slots = codes.codes.shape[0] / pass.rows();
   for (std::size_t i = 0; i < impl_->audit_rows.size(); ++i) {
-    pack_row(codes, impl_->audit_rows[i] * full.exponents, full.exponents,
+    pack_row(codes, impl_->audit_rows[i] * slots, slots, full.exponents > 0,
              &out[i * static_cast<std::size_t>(full.bytes())]);
   }
   impl_->sink->append(impl_->audit_keys, {place, full, out});
@@ -180,12 +183,13 @@ void Capture::Impl::append_kv(std::span<const TokenKey> of,
                               std::span<const std::byte* const> cache_rows, Place place,
                               Encoding encoding) {
   const RowLayout layout = agreement.layout(place, encoding);
+  const bool wide = agreement.rule(place.site).is_wide();
   const auto width = static_cast<std::size_t>(layout.bytes());
   const std::span<std::byte> out = room(of.size(), layout.bytes());
   parallel_for(
       static_cast<std::int64_t>(of.size()), kGrain, [&](std::int64_t first, std::int64_t end) {
         for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
-          record_from_row(cache_rows[i], layout, &out[i * width]);
+          record_from_row(cache_rows[i], layout, wide, &out[i * width]);
         }
       });
   sink->append(of, {place, layout, out});
@@ -219,7 +223,7 @@ void Capture::close(std::span<const Held> spans, std::span<const LayerKv> cache)
     for (const Site site : {Site::kK, Site::kV}) {
       const Place place = {Layer{static_cast<std::int32_t>(l)}, site};
       const kernels::PagedKv& kv = site == Site::kK ? cache[l].k : cache[l].v;
-      if (kv.rule.element != Element::kE2m1) continue;
+      if (!kv.rule.quantizes()) continue;
       if (const Encoding kept = impl_->agreement.encoding(place); kept != Encoding::kNone) {
         locate(keys, pages, kv);
         impl_->append_kv(keys, rows, place, kept);

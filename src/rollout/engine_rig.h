@@ -94,12 +94,13 @@ inline void expect_complete(const Rig& rig, const Trajectory& t) {
           ++expected;
           EXPECT_TRUE(records.contains({key.position, place, kept})) << key.position;
         }
-        const bool full = site != Site::kRouter && a.rule(site).element == Element::kE2m1 &&
-                          audited(a.seed, key, a.guide.audit_every) && kept != Encoding::kCodes &&
+        const bool full = site != Site::kRouter && a.rule(site).quantizes() &&
+                          audited(a.seed, key, a.guide.audit_every) && kept != Encoding::kCodes && kept != Encoding::kCodes8 &&
                           (site != Site::kW2In || a.guide.follows(place));
         if (full) {
           ++expected;
-          EXPECT_TRUE(records.contains({key.position, place, Encoding::kCodes})) << key.position;
+          const Encoding codes = a.layout(place, Encoding::kCodes).encoding;
+          EXPECT_TRUE(records.contains({key.position, place, codes})) << key.position;
         }
       }
     }

@@ -229,7 +229,7 @@ TEST(Engine, AuditTokensKeepTheCodesThatTheOtherRecordsCameFrom) {
       const auto exponents = static_cast<std::size_t>(layout.exponents);
       layout.exponents = 0;
       std::vector<std::byte> derived(static_cast<std::size_t>(layout.bytes()));
-      record_from_row(full.data(), layout, derived.data());
+      record_from_row(full.data(), layout, false, derived.data());
       derived.insert(derived.end(), full.end() - static_cast<std::ptrdiff_t>(exponents),
                      full.end());
       EXPECT_TRUE(derived == compact->second);

@@ -90,7 +90,7 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
   route(pass, layer, weights, x, capture);
   dispatch(rows);
 
-  SiteInput site{.x = x, .codes = {}, .residual = {}};
+  SiteInput site{.x = x, .rule = agreement_.rule(Site::kW13In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
   if (compensates(weights, Site::kW13In)) site.residual = residual(layer, Site::kW13In, site);
   if (observer_) observer_({layer, Site::kW13In, x, row_of_, offsets_});
@@ -104,7 +104,7 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
   if (const auto item = kernels::first_nonfinite(w2_in); item >= 0) {
     return {item / slots_, "w2_in"};
   }
-  site = {.x = w2_in, .codes = {}, .residual = {}};
+  site = {.x = w2_in, .rule = agreement_.rule(Site::kW2In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
   if (compensates(weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
   if (observer_) observer_({layer, Site::kW2In, w2_in, slot_of_, offsets_});
@@ -151,8 +151,8 @@ void ForwardExperts::dispatch(std::int64_t rows) {
 PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer layer, Site site,
                                                         TensorView<const Bf16, 2> x,
                                                         Capture& capture) {
-  const Quantizer& rule = agreement_.contract.activation;
-  const auto codes = codes_.view(x.shape[0], x.shape[1], rule.block);
+  const Quantizer rule = agreement_.rule(site);
+  const auto codes = codes_.view(x.shape[0], x.shape[1], rule);
   const RowLayout layout = capture.layout(layer, site);
   TensorView<std::uint8_t, 2> records;
   if (layout.encoding != Encoding::kNone) records = records_.view(pass.rows(), layout.bytes());
@@ -175,7 +175,7 @@ bool ForwardExperts::compensates(const LayerWeights& weights, Site site) const {
 /// What the codes lost where they lost most, for the second pass.
 PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
                                                         const SiteInput& input) {
-  const auto out = residual_.view(input.x.shape[0], input.x.shape[1], 16);
+  const auto out = residual_.view(input.x.shape[0], input.x.shape[1], input.rule);
   kernels::ResidualArgs args = {.x = input.x, .q = input.codes, .out = out};
   args.per_mille = options_.residual == Residual::kDense ? 1000 : options_.residual_permille;
   if (options_.residual == Residual::kBlocks) args.pattern = kernels::ResidualPattern::kBlocks;
@@ -222,7 +222,7 @@ void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Wei
                                               : options_.residual_alpha == 0.5f ? 1
                                                                                 : 2};
   if (!options_.drift.split_k) return kernels::w4a4(args);
-  in_halves(site, 16, y, [&](const SiteInput& half, TensorView<float, 2> out) {
+  in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
     args.residual = half.residual;
     args.out = out;
@@ -241,7 +241,7 @@ void ForwardExperts::mx_product(const SiteInput& site,
                               .to = as_view(slot_of_),
                               .out = y};
   if (!options_.drift.split_k) return kernels::mx_product(args);
-  in_halves(site, 32, y, [&](const SiteInput& half, TensorView<float, 2> out) {
+  in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
     args.out = out;
     kernels::mx_product(args);
@@ -250,18 +250,18 @@ void ForwardExperts::mx_product(const SiteInput& site,
 
 /// The declared drift of an exact product: two sums, each rounded to BF16.
 void ForwardExperts::in_halves(
-    const SiteInput& site, std::int32_t block, TensorView<float, 2> y,
+    const SiteInput& site, TensorView<float, 2> y,
     const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply) {
   const std::int64_t rows = site.codes.codes.shape[0];
   const std::int64_t cols = 2 * site.codes.codes.shape[1];
   const auto second = half_.view(y.shape[0], y.shape[1]);
   for (const bool upper : {false, true}) {
     SiteInput half = site;
-    const auto codes = halves_.view(rows, cols, block);
+    const auto codes = halves_.view(rows, cols, agreement_.contract.activation);
     half_of(site.codes, upper, codes);
     half.codes = codes;
     if (!site.residual.codes.empty()) {
-      const auto residual = residual_halves_.view(rows, cols, block);
+      const auto residual = residual_halves_.view(rows, cols, agreement_.contract.activation);
       half_of(site.residual, upper, residual);
       half.residual = residual;
     }
@@ -277,8 +277,7 @@ void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMa
   TensorView<const Bf16, 2> x = site.x;
   if (!site.codes.codes.empty()) {
     const auto plain = dequantized_.view(x.shape[0], x.shape[1]);
-    kernels::dequantize(
-        {.codes = site.codes, .rule = agreement_.contract.activation, .bf16 = plain});
+    kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain});
     x = plain;
   }
   const auto items = static_cast<std::int64_t>(from.size());

@@ -32,10 +32,11 @@ class Rows2d {
 /// Codes of as many rows as a pass has.
 class CodeRows {
  public:
-  PackedView<std::uint8_t> view(std::int64_t rows, std::int64_t cols, std::int32_t block) {
+  PackedView<std::uint8_t> view(std::int64_t rows, std::int64_t cols, const Quantizer& rule) {
     const auto global = global_.view(rows, 1);
-    return {
-        codes_.view(rows, cols / 2), scales_.view(rows, cols / block), {global.data, {rows}, {1}}};
+    return {codes_.view(rows, rule.code_bytes(cols)),
+            scales_.view(rows, rule.scale_cols(cols)),
+            {global.data, {rows}, {1}}};
   }
 
  private:
@@ -78,6 +79,7 @@ class ForwardExperts {
  private:
   struct SiteInput {
     TensorView<const Bf16, 2> x;              // [n, D], or [n * K, F]
+    Quantizer rule;                           // of x
     PackedView<const std::uint8_t> codes;     // of x, where the layer's activations are quantized
     PackedView<const std::uint8_t> residual;  // where there is a second pass
   };
@@ -95,7 +97,7 @@ class ForwardExperts {
   void mx_product(const SiteInput& site, const PackedView<const std::uint8_t>& weights,
                   std::span<const std::int32_t> from, TensorView<float, 2> y);
   void in_halves(
-      const SiteInput& site, std::int32_t block, TensorView<float, 2> y,
+      const SiteInput& site, TensorView<float, 2> y,
       const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply);
   void bf16_product(const SiteInput& site, const kernels::PackedMatrix& weights,
                     std::span<const std::int32_t> from, TensorView<float, 2> y);

@@ -39,6 +39,7 @@ inline Contract w4a4_contract(const ModelConfig& model) {
 struct OwnedWeight {
   WeightId id;
   std::int64_t rows = 0, cols = 0;
+  std::int64_t bands = 0;  // rows of scales
   std::vector<Bf16> plain;
   std::vector<std::uint8_t> codes, scales;
   float global = 1.0f;
@@ -46,9 +47,10 @@ struct OwnedWeight {
 
   TensorView<const Bf16, 2> plain_view() const { return {plain.data(), {rows, cols}, {cols, 1}}; }
   PackedView<const std::uint8_t> code_view() const {
-    const std::int64_t blocks = static_cast<std::int64_t>(scales.size()) / rows;
-    return {{codes.data(), {rows, cols / 2}, {cols / 2, 1}},
-            {scales.data(), {rows, blocks}, {blocks, 1}},
+    const std::int64_t bytes = static_cast<std::int64_t>(codes.size()) / rows;
+    const std::int64_t blocks = static_cast<std::int64_t>(scales.size()) / bands;
+    return {{codes.data(), {rows, bytes}, {bytes, 1}},
+            {scales.data(), {bands, blocks}, {blocks, 1}},
             {&global, {rows}, {0}}};
   }
   Weight weight() const {
@@ -79,11 +81,14 @@ inline std::vector<OwnedWeight> random_weights(const Agreement& agreement, std::
     if (w.coded) {
       std::vector<float> master;
       for (const Bf16 x : w.plain) master.push_back(to_float(x));
-      const std::int64_t blocks = w.cols / contract.weight.block;
-      w.codes.resize(static_cast<std::size_t>(w.rows * w.cols / 2));
-      w.scales.resize(static_cast<std::size_t>(w.rows * blocks));
-      const PackedView<std::uint8_t> out = {{w.codes.data(), {w.rows, w.cols / 2}, {w.cols / 2, 1}},
-                                            {w.scales.data(), {w.rows, blocks}, {blocks, 1}},
+      const Quantizer& rule = contract.weight;
+      const std::int64_t bytes = rule.code_bytes(w.cols);
+      const std::int64_t bands = w.bands = rule.scale_rows(w.rows);
+      const std::int64_t blocks = rule.scale_cols(w.cols);
+      w.codes.resize(static_cast<std::size_t>(w.rows * bytes));
+      w.scales.resize(static_cast<std::size_t>(bands * blocks));
+      const PackedView<std::uint8_t> out = {{w.codes.data(), {w.rows, bytes}, {bytes, 1}},
+                                            {w.scales.data(), {bands, blocks}, {blocks, 1}},
                                             {&w.global, {1}, {0}}};
       kernels::quantize_weight({master.data(), shape, {w.cols, 1}}, contract.weight, out);
     }
@@ -115,7 +120,9 @@ class Cache {
         if (!contract.layers.has({layer})) one->rule = {};
         const std::int32_t width = model.kv_width();
         one->row_bytes =
-            one->rule.element == Element::kBf16 ? 2 * width : width / 2 + width / one->rule.block;
+            one->rule.quantizes() ? static_cast<std::int32_t>(one->rule.code_bytes(width) +
+                                                              one->rule.scale_cols(width))
+                                  : 2 * width;
         if (!contract.kv_exponents.empty()) {
           one->exponent = contract.kv_exponents[static_cast<std::size_t>(2 * layer + !is_k)];
         }

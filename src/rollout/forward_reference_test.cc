@@ -118,7 +118,7 @@ class Reference {
     std::vector<Bf16> values;
     for (const double v : x) values.push_back(to_bf16(static_cast<float>(v)));
     CodeRows codes, lost;
-    const auto view = codes.view(1, cols, rule.block);
+    const auto view = codes.view(1, cols, rule);
     const TensorView<const Bf16, 2> row = {values.data(), {1, cols}, {cols, 1}};
     kernels::quantize({.x = row, .rule = rule, .exponent = exponent, .out = view});
     std::vector<float> worth(x.size());
@@ -127,7 +127,7 @@ class Reference {
     kernels::dequantize({.codes = view, .rule = rule, .f32 = f32});
     Vector result(worth.begin(), worth.end());
     if (!residual) return result;
-    const auto second = lost.view(1, cols, 16);
+    const auto second = lost.view(1, cols, rule);
     kernels::residual(
         {.x = row, .q = view, .per_mille = options_.residual_permille, .out = second});
     *second.global.data = *view.global.data / 4;

@@ -14,17 +14,23 @@ constexpr std::int64_t kAlignment = 64;
 
 std::int32_t row_bytes(const Agreement& agreement, const Quantizer& rule) {
   const std::int32_t width = agreement.model.kv_width();
-  if (rule.element == Element::kBf16) return width * 2;
-  return width / 2 + width / rule.block;
+  if (!rule.quantizes()) return width * 2;
+  return static_cast<std::int32_t>(rule.code_bytes(width) + rule.scale_cols(width));
 }
 
 void check_rule(const Agreement& agreement, const Quantizer& rule, const char* name) {
-  if (rule.element == Element::kBf16) return;
-  if (rule.element != Element::kE2m1 || rule.scale == ScaleFormat::kNone) {
+  if (!rule.quantizes()) return;
+  if (rule.is_wide() ? rule.global != GlobalScale::kStatic : rule.scale == ScaleFormat::kNone) {
     throw Error(cat({"the contract's ", name,
-                     " is neither NVFP4, MXFP4 nor BF16: the cache holds no other formats"}));
+                     " is neither NVFP4, MXFP4, BF16 nor FP8 under a fixed scale: the cache holds "
+                     "no other formats"}));
   }
-  if (rule.block < 16 || agreement.model.head_dim % rule.block != 0) {
+  if (rule.scale == ScaleFormat::kNone) {
+    if (agreement.model.head_dim % 16 != 0) {
+      throw Error(
+          cat({"head_dim is ", agreement.model.head_dim, "; an FP8 cache needs a multiple of 16"}));
+    }
+  } else if (rule.block < 16 || agreement.model.head_dim % rule.block != 0) {
     throw Error(cat({"head_dim is ", agreement.model.head_dim, ", not a multiple of ", name,
                      ".block, ", rule.block}));
   }

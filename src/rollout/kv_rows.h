@@ -14,6 +14,7 @@ namespace lockstep::rollout {
 /// Requires an encoding that codes give (kScale, kLsb, kLsbScaleMod4 with or
 /// without maps, kCodes), layout.width % 16 ==
 /// 0 and no exponents.
-void record_from_row(const std::byte* row, const RowLayout& layout, std::byte* out);
+/// `wide`: a code is a byte, of E4M3; kCodes8 then.
+void record_from_row(const std::byte* row, const RowLayout& layout, bool wide, std::byte* out);
 
 }  // namespace lockstep::rollout

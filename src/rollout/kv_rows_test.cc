@@ -18,9 +18,10 @@ std::vector<std::byte> random_bytes(std::int32_t count) {
   return bytes;
 }
 
-std::vector<std::byte> record(const std::vector<std::byte>& row, RowLayout layout) {
+std::vector<std::byte> record(const std::vector<std::byte>& row, RowLayout layout,
+                              bool wide = false) {
   std::vector<std::byte> out(static_cast<std::size_t>(layout.bytes()) + 1, std::byte{0xA5});
-  record_from_row(row.data(), layout, out.data());
+  record_from_row(row.data(), layout, wide, out.data());
   EXPECT_EQ(out.back(), std::byte{0xA5}) << "wrote past the record";
   out.pop_back();
   return out;
@@ -51,6 +52,19 @@ TEST(KvRows, R47_EveryEncodingHoldsTheCodesOfTheRow) {
         ASSERT_EQ(std::to_integer<unsigned>(mod4[planes + j / 4]) >> 2 * (j % 4) & 3u,
                   std::to_integer<unsigned>(row[codes + j]) & 3u);
       }
+    }
+  }
+}
+
+TEST(KvRows, CodesOfFp8AreBytesWithoutScales) {
+  const std::vector<std::byte> row = random_bytes(48);
+  EXPECT_EQ(record(row, {Encoding::kCodes8, 48, 0, 0}, true), row);
+  for (const Encoding encoding : {Encoding::kLsb, Encoding::kLsbScaleMod4}) {
+    const std::vector<std::byte> bits = record(row, {encoding, 48, 0, 0}, true);
+    ASSERT_EQ(bits.size(), 6u);
+    for (std::size_t i = 0; i < 48; ++i) {
+      EXPECT_EQ(std::to_integer<unsigned>(bits[i / 8]) >> i % 8 & 1u,
+                std::to_integer<unsigned>(row[i]) & 1u);
     }
   }
 }

@@ -73,8 +73,7 @@ void check_guide(const Agreement& agreement) {
     for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
       const Place place = {Layer{l}, site};
       if (agreement.encoding(place) == Encoding::kNone) continue;
-      if (agreement.contract.layers.has(place.layer) &&
-          agreement.rule(site).element == Element::kE2m1) {
+      if (agreement.contract.layers.has(place.layer) && agreement.rule(site).quantizes()) {
         continue;
       }
       const char* name = site == Site::kW13In  ? "w13_in"

@@ -17,7 +17,7 @@ constexpr std::int64_t kLogitBytes = 1ll << 28;
 std::int64_t audit_bytes(const Agreement& agreement, Place place) {
   const std::int32_t every = agreement.guide.audit_every;
   if (every <= 0 || place.site == Site::kRouter) return 0;
-  if (agreement.rule(place.site).element != Element::kE2m1) return 0;
+  if (!agreement.rule(place.site).quantizes()) return 0;
   return agreement.layout(place, Encoding::kCodes).bytes() / every + 1;
 }
 

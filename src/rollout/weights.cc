@@ -74,7 +74,7 @@ Weights::Weights(const Agreement& agreement)
   require_width("head_dim", model_.head_dim, 2, "rotary embedding");
   require_width("num_heads", model_.num_heads, model_.num_kv_heads, "sharing KV heads");
   for (const Quantizer* rule : {&contract_.weight, &contract_.activation}) {
-    if (rule->element == Element::kBf16) continue;
+    if (!rule->quantizes() || rule->is_wide()) continue;  // FP8's blocks may end early
     require_width("hidden", model_.hidden, rule->block, "quantization in blocks");
     require_width("expert_width", model_.expert_width, rule->block, "quantization in blocks");
   }
@@ -234,12 +234,14 @@ void Weights::require_kind(const Weight& weight) const {
       throw Error(cat({"weight ", to_string(weight.id),
                        " arrives in plain numbers; under this contract it must be codes"}));
     }
-    shape = {value->codes.shape[0], 2 * value->codes.shape[1]};
+    const Quantizer& rule = contract_.weight;
+    shape = {value->codes.shape[0], rule.columns(value->codes.shape[1])};
     const auto& scales = value->scales.shape;
-    if (scales != std::array<std::int64_t, 2>{expected[0], expected[1] / contract_.weight.block}) {
-      throw Error(
-          cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ", scales[1],
-               "]; expected [", expected[0], ", ", expected[1] / contract_.weight.block, "]"}));
+    const std::array<std::int64_t, 2> wanted = {rule.scale_rows(expected[0]),
+                                                rule.scale_cols(expected[1])};
+    if (scales != wanted) {
+      throw Error(cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ", scales[1],
+                       "]; expected [", wanted[0], ", ", wanted[1], "]"}));
     }
   } else {
     const auto* value = std::get_if<TensorView<const Bf16, 2>>(&weight.value);

@@ -30,6 +30,7 @@ static_assert(static_cast<int>(Site::kW13In) == 0 && static_cast<int>(Site::kRou
 static_assert(static_cast<int>(Encoding::kScale) == 1 && static_cast<int>(Encoding::kLsb) == 3);
 static_assert(static_cast<int>(Encoding::kCodes) == 4 && static_cast<int>(Encoding::kBf16) == 7);
 static_assert(static_cast<int>(Encoding::kLsbScaleMod4Map) == 8);
+static_assert(static_cast<int>(Encoding::kCodes8) == 9);
 
 /// The frame whose header these 24 bytes are; nothing where they are none.
 std::optional<Frame> parse_frame(std::span<const std::byte> bytes, std::int64_t offset) {
@@ -56,8 +57,8 @@ bool parse_layout(std::span<const std::byte> bytes, std::size_t at, Place& place
   const std::int64_t block = get_32(bytes, at + 12);
   const std::int64_t exponents = get_32(bytes, at + 16);
   if (layer >= Schema::kMaxLayers || site > static_cast<int>(Site::kRouter)) return false;
-  if (encoding > static_cast<int>(Encoding::kLsbScaleMod4Map)) return false;
-  if (width > kMaxWidth || block < 1 || block > kMaxWidth || exponents > kMaxWidth) return false;
+  if (encoding > static_cast<int>(Encoding::kCodes8)) return false;
+  if (width > kMaxWidth || block > kMaxWidth || exponents > kMaxWidth) return false;
   place = {Layer{static_cast<std::int32_t>(layer)}, static_cast<Site>(site)};
   layout = {static_cast<Encoding>(encoding), static_cast<std::int32_t>(width),
             static_cast<std::int32_t>(block), static_cast<std::int32_t>(exponents)};

@@ -87,8 +87,7 @@ constexpr std::size_t slot(Place place, Encoding encoding) {
   return static_cast<std::size_t>(place.layer.value) << 7 |
          static_cast<std::size_t>(place.site) << 4 | static_cast<std::size_t>(encoding);
 }
-static_assert(static_cast<int>(Site::kRouter) < 8 &&
-              static_cast<int>(Encoding::kLsbScaleMod4Map) < 16);
+static_assert(static_cast<int>(Site::kRouter) < 8 && static_cast<int>(Encoding::kCodes8) < 16);
 
 }  // namespace
 

@@ -90,16 +90,19 @@ class Sender {
   }
 
   void send_quantized(const WeightId& id, TensorView<const float, 2> f32) {
-    const std::int64_t rows = f32.shape[0], cols = f32.shape[1], block = contract_.weight.block;
-    if (cols % block != 0) {
+    const Quantizer& rule = contract_.weight;
+    const std::int64_t rows = f32.shape[0], cols = f32.shape[1], block = rule.block;
+    if (!rule.is_wide() && cols % block != 0) {
       throw Error(
           cat({"weight ", to_string(id), " has ", cols, " columns, not a multiple of the ",
                "block of ", block, ": this model cannot be quantized under this contract"}));
     }
     const PackedView<std::uint8_t> packed = {
-        matrix(codes_, rows, cols / 2), matrix(scales_, rows, cols / block), {&global_, {1}, {0}}};
+        matrix(codes_, rows, rule.code_bytes(cols)),
+        matrix(scales_, rule.scale_rows(rows), rule.scale_cols(cols)),
+        {&global_, {1}, {0}}};
     try {
-      kernels::quantize_weight(f32, contract_.weight, packed);
+      kernels::quantize_weight(f32, rule, packed);
     } catch (const Error& error) {
       throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
     }

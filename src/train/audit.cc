@@ -10,16 +10,17 @@
 namespace lockstep::train {
 namespace {
 
-/// Codes of x at the trainer's own scales, packed.   [rows, cols / 2]
+/// Codes of x at the trainer's own scales, as the rule packs them.
 std::vector<std::uint8_t> own_codes(const AuditArgs& args, std::int64_t rows) {
-  const std::int64_t blocks = args.cols / args.rule.block;
-  std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * args.cols / 2));
+  const std::int64_t blocks = args.rule.scale_cols(args.cols);
+  const std::int64_t bytes = args.rule.code_bytes(args.cols);
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * bytes));
   std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * blocks));
   std::vector<float> global(static_cast<std::size_t>(rows));
   kernels::quantize({.x = {args.before.data(), {rows, args.cols}, {args.cols, 1}},
                      .rule = args.rule,
                      .exponent = args.exponent,
-                     .out = {.codes = {codes.data(), {rows, args.cols / 2}, {args.cols / 2, 1}},
+                     .out = {.codes = {codes.data(), {rows, bytes}, {bytes, 1}},
                              .scales = {scales.data(), {rows, blocks}, {blocks, 1}},
                              .global = {global.data(), {rows}, {1}}}});
   return codes;
@@ -41,8 +42,13 @@ std::vector<Bf16> rollout_values(const AuditArgs& args, std::int64_t rows) {
   return values;
 }
 
-std::int64_t differing_codes(const std::uint8_t* a, const std::uint8_t* b, std::int64_t bytes) {
+std::int64_t differing_codes(const std::uint8_t* a, const std::uint8_t* b, std::int64_t bytes,
+                             bool wide) {
   std::int64_t count = 0;
+  if (wide) {
+    for (std::int64_t i = 0; i < bytes; ++i) count += a[i] != b[i] ? 1 : 0;
+    return count;
+  }
   for (std::int64_t i = 0; i < bytes; ++i) {
     const auto x = static_cast<unsigned>(a[i] ^ b[i]);
     count += ((x & 0x0fu) != 0 ? 1 : 0) + ((x & 0xf0u) != 0 ? 1 : 0);
@@ -64,8 +70,10 @@ Tally::Audit audit(const AuditArgs& args) {
     if (args.present[static_cast<std::size_t>(t)] == 0) continue;
     // A record begins with its codes, packed as own codes are.
     counts.elements += width;
-    counts.flipped += differing_codes(own.data() + t * width / 2,
-                                      args.records.data() + t * args.layout.bytes(), width / 2);
+    const std::int64_t bytes = args.rule.code_bytes(width);
+    counts.flipped +=
+        differing_codes(own.data() + t * bytes, args.records.data() + t * args.layout.bytes(),
+                        bytes, args.rule.is_wide());
     if (args.after.empty()) continue;
     counts.rounded += width;
     for (std::int64_t i = t * width; i < (t + 1) * width; ++i) {

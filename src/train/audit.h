@@ -12,8 +12,8 @@
 namespace lockstep::train {
 
 struct AuditArgs {
-  const Quantizer& rule;
-  RowLayout layout;          // kCodes
+  Quantizer rule;
+  RowLayout layout;          // kCodes, or kCodes8
   std::int64_t cols = 0;     // of a row of x; a record covers layout.width / cols of them
   std::int8_t exponent = 0;  // n where the rule's global scale is static
   std::span<const std::uint8_t> records;  // [tokens, layout.bytes()]

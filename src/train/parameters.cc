@@ -88,14 +88,14 @@ namespace {
 void fake_quantize(std::span<const float> master, std::span<float> out, const Slot& slot,
                    const Quantizer& rule) {
   const std::int64_t cols = slot.cols;
-  const std::int64_t blocks = cols / rule.block;
-  std::vector<std::uint8_t> codes(slot.count() / 2);
-  std::vector<std::uint8_t> scales(static_cast<std::size_t>(slot.rows * blocks));
+  const std::int64_t bytes = rule.code_bytes(cols);
+  const std::int64_t bands = rule.scale_rows(slot.rows), blocks = rule.scale_cols(cols);
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(slot.rows * bytes));
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(bands * blocks));
   float global = 0.0f;
-  const PackedView<std::uint8_t> packed = {
-      .codes = {codes.data(), {slot.rows, cols / 2}, {cols / 2, 1}},
-      .scales = {scales.data(), {slot.rows, blocks}, {blocks, 1}},
-      .global = {&global, {slot.rows}, {0}}};
+  const PackedView<std::uint8_t> packed = {.codes = {codes.data(), {slot.rows, bytes}, {bytes, 1}},
+                                           .scales = {scales.data(), {bands, blocks}, {blocks, 1}},
+                                           .global = {&global, {slot.rows}, {0}}};
   try {
     kernels::quantize_weight({master.data(), {slot.rows, cols}, {cols, 1}}, rule, packed);
   } catch (const Error& error) {

@@ -26,8 +26,7 @@ Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const
 }
 
 bool Sites::quantized(Place place) const {
-  return agreement_.rule(place.site).element == Element::kE2m1 &&
-         agreement_.contract.layers.has(place.layer);
+  return agreement_.rule(place.site).quantizes() && agreement_.contract.layers.has(place.layer);
 }
 
 bool Sites::follows(Place place) const {

@@ -39,7 +39,7 @@ struct Step {
 
 Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Options& options) {
   return {.contract = agreement.contract,
-          .fp4_experts = qat.weights && agreement.contract.weight.element == Element::kE2m1,
+          .fp4_experts = qat.weights && agreement.contract.weight.quantizes(),
           .bf16 = options.bf16};
 }
 

@@ -15,8 +15,8 @@ namespace {
 constexpr std::int64_t kTileRows = 16;  // rows of a prefill that read a key block together
 
 std::int32_t bytes_of_row(const Quantizer& rule, std::int64_t width) {
-  if (rule.element == Element::kBf16) return static_cast<std::int32_t>(2 * width);
-  return static_cast<std::int32_t>(width / 2 + width / rule.block);
+  if (!rule.quantizes()) return static_cast<std::int32_t>(2 * width);
+  return static_cast<std::int32_t>(rule.code_bytes(width) + rule.scale_cols(width));
 }
 
 void require_cache(const char* op, const PagedKv& kv, std::int64_t width) {
@@ -24,12 +24,14 @@ void require_cache(const char* op, const PagedKv& kv, std::int64_t width) {
     throw Error(cat({op, ": the cache has rows of ", kv.row_bytes, " bytes in pages of ",
                      kv.page_tokens, " tokens; expected rows of ", bytes_of_row(kv.rule, width)}));
   }
-  if (kv.rule.element == Element::kBf16) return;
-  if (kv.rule.element != Element::kE2m1 || kv.rule.scale != ScaleFormat::kE4m3 ||
-      !kv.rule.global_is_power_of_two) {
+  if (!kv.rule.quantizes()) return;
+  const bool fp8 = kv.rule.is_wide() && kv.rule.scale == ScaleFormat::kNone;
+  const bool mxfp4 = !kv.rule.is_wide() && kv.rule.is_mx();
+  const bool nvfp4 = !kv.rule.is_wide() && kv.rule.scale == ScaleFormat::kE4m3;
+  if (!mxfp4 && !((fp8 || nvfp4) && kv.rule.global_is_power_of_two)) {
     throw Error(cat({op,
-                     ": the cache holds BF16, or E2M1 under E4M3 scales and a power of two; "
-                     "the contract's rule for K or V is another"}));
+                     ": the cache holds BF16, MXFP4, or NVFP4 or E4M3 under a power of two; the "
+                     "contract's rule for K or V is another"}));
   }
 }
 
@@ -200,8 +202,8 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
     return;
   }
   static thread_local Staging staging;
-  const std::int64_t codes = width / 2;
-  const std::int64_t scales = width / kv.rule.block;
+  const std::int64_t codes = kv.rule.code_bytes(width);
+  const std::int64_t scales = kv.rule.scale_cols(width);
   staging.codes.resize(static_cast<std::size_t>(rows * codes));
   staging.scales.resize(static_cast<std::size_t>(rows * scales));
   quantize({.x = args.x,
@@ -232,8 +234,8 @@ void attention(const AttentionArgs& args, Stream) {
   require_cache("attention: v", args.v, args.num_kv_heads * dim);
   require_rows("attention", args.rows, rows, std::min(args.k.page_tokens, args.v.page_tokens));
   const std::vector<AttentionTile> work = tiles(args);
-  const KvTables k_tables(args.k.exponent);
-  const KvTables v_tables(args.v.exponent);
+  const KvTables k_tables(args.k);
+  const KvTables v_tables(args.v);
   const AttentionOps loops = ops();
   parallel_for(
       static_cast<std::int64_t>(work.size()), 4, [&](std::int64_t first, std::int64_t end) {

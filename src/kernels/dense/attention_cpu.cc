@@ -1,13 +1,16 @@
 #include "kernels/dense/attention_rows.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 
-KvTables::KvTables(std::int8_t exponent) {
-  const float global = float_of(static_cast<std::uint32_t>(127 + exponent) << 23);
+KvTables::KvTables(const PagedKv& kv) {
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     pairs[byte][0] = to_float(static_cast<E2m1>(static_cast<std::uint8_t>(byte & 15)));
     pairs[byte][1] = to_float(static_cast<E2m1>(static_cast<std::uint8_t>(byte >> 4)));
-    scales[byte] = to_float(static_cast<E4m3>(static_cast<std::uint8_t>(byte & 127))) * global;
+    const auto scale = static_cast<std::uint8_t>(kv.rule.is_mx() ? byte : byte & 127);
+    scales[byte] = scale_value(kv.rule, scale, kv.exponent);
+    wide[byte] =
+        to_float(static_cast<E4m3>(static_cast<std::uint8_t>(byte))) * power_of_two(kv.exponent);
   }
 }
 

@@ -28,7 +28,7 @@ __attribute__((target("avx2,fma"), always_inline)) inline void read_codes_avx2(
 
 __attribute__((target("avx2,fma"))) void read_avx2(const KvBlock& block) {
   const bool plain = block.kv->rule.element == Element::kBf16;
-  if (plain || block.kv->rule.block != 16) return read_block(block);
+  if (plain || block.kv->rule.is_wide() || block.kv->rule.block != 16) return read_block(block);
   float table[8];
   for (int code = 0; code < 8; ++code) table[code] = block.tables->pairs[code][0];
   const __m256 magnitudes = _mm256_loadu_ps(table);
@@ -122,7 +122,7 @@ read_bf16_avx512(const std::byte* from, float* out) {
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
 read_avx512(const KvBlock& block) {
   const bool plain = block.kv->rule.element == Element::kBf16;
-  if (!plain && block.kv->rule.block != 16) return read_block(block);
+  if (!plain && (block.kv->rule.is_wide() || block.kv->rule.block != 16)) return read_block(block);
   alignas(64) float table[16];
   for (int code = 0; code < 16; ++code) table[code] = block.tables->pairs[code][0];
   const __m512 values = _mm512_load_ps(table);

@@ -21,12 +21,14 @@ struct AttentionTile {
   std::int32_t kv_head = 0;
 };
 
-/// What codes are worth, two to a byte, and block scales times the cache's global scale.
+/// What codes are worth, two to a byte, and block scales times the cache's global scale; or what
+/// codes of E4M3, a byte each, are worth under the global scale.
 struct KvTables {
   float pairs[256][2];
   float scales[256];
+  float wide[256];
 
-  explicit KvTables(std::int8_t exponent);
+  explicit KvTables(const PagedKv& kv);
 };
 
 /// The rows of a key block that belong to one KV head, and where they go.
@@ -129,6 +131,14 @@ constexpr std::int64_t place_of(std::int64_t c, std::int64_t dim) {
   for (std::int64_t c = from; c < block.dim; ++c) out[place_of(c, block.dim)] = to_float(x[c]);
 }
 
+[[gnu::always_inline]] inline void read_wide(const KvBlock& block, const std::byte* row,
+                                             float* out) {
+  const auto* codes = reinterpret_cast<const std::uint8_t*>(row) + block.head * block.dim;
+  for (std::int64_t c = 0; c < block.dim; ++c) {
+    out[place_of(c, block.dim)] = block.tables->wide[codes[c]];
+  }
+}
+
 [[gnu::always_inline]] inline void read_block(const KvBlock& block) {
   const bool plain = block.kv->rule.element == Element::kBf16;
   RowCursor cursor(block);
@@ -137,6 +147,8 @@ constexpr std::int64_t place_of(std::int64_t c, std::int64_t dim) {
     float* out = block.out + j * block.stride;
     if (plain) {
       read_bf16(block, cursor.row(), 0, out);
+    } else if (block.kv->rule.is_wide()) {
+      read_wide(block, cursor.row(), out);
     } else {
       read_codes(block, cursor.row(), 0, out);
     }

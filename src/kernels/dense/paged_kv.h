@@ -9,8 +9,9 @@
 namespace lockstep::kernels {
 
 /// K or V of one layer in the pages of a cache. A token's row holds all its KV heads: packed codes
-/// [N * C / 2], then block scales [N * C / block], both in linear order; or BF16 [N * C]. It is the
-/// layout of a kCodes record without exponent, so records are read from pages as they are.
+/// [N * C / 2], then block scales [N * C / block], both in linear order; or E4M3 codes [N * C]
+/// without scales; or BF16 [N * C]. It is the layout of a kCodes record without exponent, so
+/// records are read from pages as they are.
 struct PagedKv {
   std::byte* pool = nullptr;
   std::int64_t page_bytes = 0;   // from one page to the next

@@ -27,20 +27,19 @@ struct Shape {
 Shape check(const AuditArgs& args) {
   const RowLayout& layout = args.layout;
   Shape shape{args.x.shape[0], args.x.shape[1], 1, layout.width};
-  require(layout.encoding == Encoding::kCodes,
+  require(layout.encoding == (args.rule.is_wide() ? Encoding::kCodes8 : Encoding::kCodes),
           {"audit: layout.encoding is ", static_cast<int>(layout.encoding), ", must be codes"});
-  require(args.rule.element == Element::kE2m1 &&
-              (args.rule.is_mx() ||
-               (args.rule.scale == ScaleFormat::kE4m3 && args.rule.global_is_power_of_two)),
-          {"audit: the rule must be NVFP4 under a power-of-two global scale, or MXFP4"});
-  require(layout.block == args.rule.block && shape.cols > 0 && shape.cols % layout.block == 0 &&
+  require(args.rule.quantizes() && (args.rule.is_mx() || args.rule.global_is_power_of_two),
+          {"audit: the rule must be NVFP4 or FP8 under a power-of-two scale, or MX"});
+  const std::int32_t block = args.rule.scale == ScaleFormat::kNone ? 0 : args.rule.block;
+  require(layout.block == block && shape.cols > 0 && (block == 0 || shape.cols % block == 0) &&
               layout.width >= shape.cols && layout.width % shape.cols == 0,
           {"audit: layout is ", layout.width, " in blocks of ", layout.block, ", x has ",
-           shape.cols, " columns under blocks of ", args.rule.block});
+           shape.cols, " columns under blocks of ", block});
   shape.slots = layout.width / shape.cols;
   if (layout.exponents > 0) shape.span = layout.width / layout.exponents;
   shape.span = std::min(shape.span, shape.cols);
-  require(shape.span > 0 && shape.cols % shape.span == 0 && shape.span % layout.block == 0,
+  require(shape.span > 0 && shape.cols % shape.span == 0 && (block == 0 || shape.span % block == 0),
           {"audit: layout.exponents is ", layout.exponents, ", which does not divide ", shape.cols,
            " columns into blocks"});
   require(shape.rows % shape.slots == 0 && args.records.shape[0] == shape.rows / shape.slots &&
@@ -54,8 +53,9 @@ Shape check(const AuditArgs& args) {
   return shape;
 }
 
-/// One block of sixteen or 32: the trainer's values against the rollout's codes.
+/// One block: the trainer's values against the rollout's codes.
 struct Block {
+  const Quantizer& rule;
   const Bf16* x;
   const Bf16* operand;
   const std::uint8_t* codes;
@@ -76,34 +76,68 @@ bool is_beyond(float x, float scale, E2m1 code) {
   return m != 7 && towards >= (value + above + 0.25f) * scale;
 }
 
+/// Does x lie where the code is no end of its bracket any more?
+bool is_beyond(float x, float scale, E4m3 code) {
+  const std::uint32_t m = bits_of(code) & 0x7Fu;
+  const auto value = [](std::uint32_t magnitude) {
+    return to_float(static_cast<E4m3>(static_cast<std::uint8_t>(magnitude)));
+  };
+  const float towards = (bits_of(code) & 0x80u) != 0 ? -x : x;  // as if it were positive
+  if (towards <= (m == 0 ? -value(1) : value(m - 1)) * scale) return true;
+  return m != kE4m3Max && towards >= value(m + 1) * scale;
+}
+
+/// A code's place on the grid, what it is worth there, and whether x is out of its reach.
+struct OnGrid {
+  std::int32_t step;
+  float value;
+};
+
+OnGrid on_grid(const Quantizer& rule, std::uint8_t code) {
+  const std::uint32_t sign = rule.is_wide() ? 0x80u : 8u;
+  const auto m = static_cast<std::int32_t>(code & (sign - 1));
+  const bool negative = (code & sign) != 0;
+  const float value =
+      rule.is_wide() ? to_float(static_cast<E4m3>(code)) : to_float(static_cast<E2m1>(code));
+  return {negative ? -m : m, value};
+}
+
+std::uint8_t nearest_code(const Quantizer& rule, float x, float scale) {
+  if (!rule.is_wide()) return bits_of(to_e2m1_scaled(x, scale));
+  return scale > 0.0f ? bits_of(to_e4m3_scaled(x, 1.0f / scale)) : std::uint8_t{0};
+}
+
 void count_block(const Block& block, std::array<std::int64_t, kNumAuditCounts>& counts) {
   ++counts[kAuditBlocks];
   counts[kAuditCodes] += block.size;
   counts[kAuditScaleFlips] += block.own_scale != block.scale;
+  const bool wide = block.rule.is_wide();
   for (std::int32_t i = 0; i < block.size; ++i) {
     const float x = to_float(block.x[i]);
     const auto code =
-        static_cast<E2m1>(static_cast<std::uint8_t>(block.codes[i / 2] >> i % 2 * 4 & 15));
+        static_cast<std::uint8_t>(wide ? block.codes[i] : block.codes[i / 2] >> i % 2 * 4 & 15);
     const bool zero = !(block.scale > 0.0f);
-    const float rollout = zero ? 0.0f : to_float(code) * block.scale;
-    const E2m1 own = to_e2m1_scaled(x, block.own_scale);
-    const auto step = [](E2m1 c) {
-      const auto m = static_cast<std::int32_t>(bits_of(c) & 7u);
-      return (bits_of(c) & 8u) != 0 ? -m : m;
-    };
-    const std::int32_t distance = std::abs(step(own) - (zero ? 0 : step(code)));
-    counts[kAuditFlips] += to_float(own) * block.own_scale != rollout;
+    const OnGrid theirs = zero ? OnGrid{} : on_grid(block.rule, code);
+    const OnGrid own = on_grid(block.rule, nearest_code(block.rule, x, block.own_scale));
+    const float rollout = zero ? 0.0f : theirs.value * block.scale;
+    const std::int32_t distance = std::abs(own.step - theirs.step);
+    counts[kAuditFlips] += own.value * block.own_scale != rollout;
     counts[kAuditCodeFlips] += distance != 0;
     counts[kAuditAdjacent] += distance == 1;
     counts[kAuditStillDiffer] += to_float(block.operand[i]) != rollout;
-    counts[kAuditBeyond] += !zero && is_beyond(x, block.scale, code);
+    counts[kAuditBeyond] += !zero && (wide ? is_beyond(x, block.scale, static_cast<E4m3>(code))
+                                           : is_beyond(x, block.scale, static_cast<E2m1>(code)));
   }
 }
 
 bool is_damaged(const AuditArgs& args, const std::uint8_t* record) {
   const std::uint8_t* scales = record + args.layout.element_bytes();
   const std::uint8_t* exponents = scales + args.layout.scale_bytes();
-  const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
+  const std::uint8_t limit = most_scale_byte(args.rule);
+  if (args.rule.is_wide() &&
+      std::any_of(record, scales, [](std::uint8_t code) { return (code & 0x7Fu) > kE4m3Max; })) {
+    return true;
+  }
   return std::any_of(scales, exponents, [limit](std::uint8_t s) { return s > limit; }) ||
          std::any_of(exponents, exponents + args.layout.exponent_bytes(), [](std::uint8_t byte) {
            const auto n = static_cast<std::int8_t>(byte);
@@ -117,7 +151,8 @@ void audit(const AuditArgs& args, Stream) {
   if (args.x.shape[0] == 0) return;
   const Shape shape = check(args);
   const RowLayout& layout = args.layout;
-  const std::int32_t block = layout.block;
+  const bool scaled = args.rule.scale != ScaleFormat::kNone;
+  const auto block = static_cast<std::int32_t>(scaled ? layout.block : shape.span);
   std::array<std::int64_t, kNumAuditCounts> counts{};
   for (std::int64_t row = 0; row < shape.rows; ++row) {
     const std::int64_t index = row / shape.slots;
@@ -139,15 +174,15 @@ void audit(const AuditArgs& args, Stream) {
       const auto recorded_n =
           static_cast<std::int8_t>(layout.exponents > 0 ? exponents[at / shape.span]
                                                         : static_cast<std::uint8_t>(args.exponent));
-      const std::uint8_t own =
-          block_byte(x + c, row_amax(x + c, block), args.rule, global_of_exponent(n));
-      const auto value = [&](std::uint8_t byte, std::int32_t exponent) {
-        return args.rule.is_mx() ? to_float(static_cast<E8m0>(byte))
-                                 : scale_value(static_cast<E4m3>(byte), exponent);
-      };
-      count_block({x + c, operand + c, record + at / 2, value(own, n),
-                   value(scales[at / block], recorded_n), block},
-                  counts);
+      std::uint8_t own = 0, theirs = 0;
+      if (scaled) {
+        own = block_byte(x + c, row_amax(x + c, block), args.rule, global_of_exponent(n));
+        theirs = scales[at / block];
+      }
+      count_block(
+          {args.rule, x + c, operand + c, record + args.rule.code_bytes(at),
+           scale_value(args.rule, own, n), scale_value(args.rule, theirs, recorded_n), block},
+          counts);
     }
   }
   for (std::int64_t i = 0; i < kNumAuditCounts; ++i) {

@@ -25,7 +25,7 @@ struct AuditArgs {
   TensorView<const Bf16, 2> x{};        // [rows, cols] the trainer's values
   TensorView<const Bf16, 2> operand{};  // [rows, cols] what guide() made of them
   Quantizer rule{};
-  RowLayout layout{};                           // kCodes; a record covers layout.width / cols rows
+  RowLayout layout{};  // kCodes or kCodes8; a record covers layout.width / cols rows
   TensorView<const std::uint8_t, 2> records{};  // [records, layout.bytes()]
   TensorView<const std::uint8_t, 1> present{};  // [records] 0: not an audit token; empty: all are
   std::int8_t exponent = 0;                     // as in GuideArgs

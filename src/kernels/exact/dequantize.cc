@@ -28,7 +28,40 @@ class Rows {
     return view.data[view.shape[0] == 1 ? 0 : row * view.stride[0]];
   }
 
+  void wide(std::int64_t row) const {
+    const Quantizer& rule = args_.rule;
+    const float whole = global(row);
+    const std::int64_t cols = args_.codes.codes.shape[1];
+    const std::uint8_t* codes = args_.codes.codes.data + row * args_.codes.codes.stride[0];
+    const std::int64_t block = rule.is_mx() ? rule.block : cols;
+    for (std::int64_t first = 0; first < cols; first += block) {
+      float factor = whole;
+      if (rule.is_mx()) {
+        const std::int64_t j = first / block;
+        const auto& scales = args_.codes.scales;
+        const std::uint8_t byte = scales.data[row / rule.block_rows * scales.stride[0] + j];
+        if (byte > 0xFE) throw_damaged(row, j, byte, 0xFE);
+        factor = decode_factor(rule, byte, whole);
+      }
+      for (std::int64_t i = first; i < std::min(cols, first + block); ++i) {
+        if ((codes[i] & 0x7Fu) > kE4m3Max) {
+          throw Error(cat({"dequantize: the code of row ", row, ", column ", i, " is ",
+                           int{codes[i]}, ", which is no number; the data is damaged"}));
+        }
+        const float value = to_float(static_cast<E4m3>(codes[i])) * factor;
+        if (!args_.f32.empty()) args_.f32.data[row * args_.f32.stride[0] + i] = value;
+        if (!args_.bf16.empty()) args_.bf16.data[row * args_.bf16.stride[0] + i] = to_bf16(value);
+      }
+    }
+  }
+
+  [[noreturn]] static void throw_damaged(std::int64_t row, std::int64_t block, int byte, int most) {
+    throw Error(cat({"dequantize: the scale byte of row ", row, ", block ", block, " is ", byte,
+                     ", must be at most ", most, "; the data is damaged"}));
+  }
+
   void one(std::int64_t row) const {
+    if (args_.rule.is_wide()) return wide(row);
     const std::int64_t blocks = args_.codes.scales.shape[1];
     const float whole = global(row);
     const std::uint8_t* scales = args_.codes.scales.data + row * args_.codes.scales.stride[0];
@@ -36,9 +69,7 @@ class Rows {
     const std::uint8_t most = args_.rule.is_mx() ? 0xFE : kE4m3Max;
     for (std::int64_t j = 0; j < blocks; ++j) {
       if (scales[j] > most) {
-        throw Error(
-            cat({"dequantize: the scale byte of row ", row, ", block ", j, " is ", int{scales[j]},
-                 ", must be at most ", int{most}, "; the data is damaged"}));
+        throw_damaged(row, j, scales[j], most);
       }
       // The sixteen values there are in the block, so that an element is a lookup.
       const float factor = decode_factor(args_.rule, scales[j], whole);
@@ -73,17 +104,21 @@ class Rows {
 
 void dequantize(const DequantizeArgs& args, Stream) {
   const std::int64_t rows = args.codes.codes.shape[0];
-  const std::int64_t cols = args.codes.codes.shape[1] * 2;
+  const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
   const auto fits = [&](const auto& view) {
     return view.empty() || (view.shape[0] == rows && view.shape[1] == cols);
   };
   if (!fits(args.bf16) || !fits(args.f32)) {
     throw Error(cat({"dequantize: the output must be [", rows, ", ", cols, "] as the codes are"}));
   }
-  if (args.codes.scales.shape[0] != rows || args.codes.scales.shape[1] * args.rule.block != cols) {
+  const Quantizer& rule = args.rule;
+  const bool scaled = rule.scale != ScaleFormat::kNone;
+  if (scaled && (args.codes.scales.shape[0] != rule.scale_rows(rows) ||
+                 args.codes.scales.shape[1] != rule.scale_cols(cols) ||
+                 (!rule.is_wide() && cols % rule.block != 0))) {
     throw Error(cat({"dequantize: scales are [", args.codes.scales.shape[0], ", ",
-                     args.codes.scales.shape[1], "], must be [", rows, ", ",
-                     cols / std::max(args.rule.block, 1), "]"}));
+                     args.codes.scales.shape[1], "], must be [", rule.scale_rows(rows), ", ",
+                     rule.scale_cols(cols), "]"}));
   }
   const Rows work(args);
   parallel_for(rows, kGrainElements / std::max<std::int64_t>(cols, 1),

@@ -27,14 +27,12 @@ void require(bool holds, std::initializer_list<Piece> message) {
 struct Shape {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  std::int64_t slots = 1;   // rows of a record
-  std::int64_t span = 0;    // elements that share an n; cols is a multiple
-  std::int64_t blocks = 0;  // of a row
+  std::int64_t slots = 1;  // rows of a record
+  std::int64_t span = 0;   // elements that share an n; cols is a multiple
 };
 
 Shape shape_of(const GuideArgs& args) {
   Shape shape{args.x.shape[0], args.x.shape[1]};
-  shape.blocks = shape.cols / args.rule.block;
   shape.span = shape.cols;
   if (args.layout.width == 0 || shape.cols == 0) return shape;
   if (args.guidance != Guidance::kOwnScale) shape.slots = args.layout.width / shape.cols;
@@ -43,17 +41,25 @@ Shape shape_of(const GuideArgs& args) {
 }
 
 void check_rule(const Quantizer& rule, Guidance guidance) {
-  require(rule.element == Element::kE2m1, {"guide: the rule does not quantize to e2m1"});
+  require(rule.quantizes(), {"guide: the rule does not quantize"});
   require(rule.tie == Tie::kEven && rule.sign_of_zero == SignOfZero::kDropped &&
               rule.code_rule == CodeRule::kExact,
           {"guide: the rule is another stack's dialect; guided rounding is defined for contracts "
-           "lockstep and mx-*"});
+           "lockstep, mx-*, mxfp8 and fp8"});
   const bool four_over_six = rule.four_over_six != FourOverSix::kOff;
+  if (rule.is_wide()) {
+    require(!four_over_six, {"guide: FP8 has no four over six"});
+    require(rule.is_mx() || (rule.scale == ScaleFormat::kNone &&
+                             rule.global == GlobalScale::kStatic && rule.global_is_power_of_two),
+            {"guide: E4M3 elements need e8m0 scales, or a static power of two"});
+    require(rule.block % 16 == 0 && rule.block_rows == 1,
+            {"guide: blocks are ", rule.block, " by ", rule.block_rows,
+             ", must be a multiple of 16 by 1"});
+    return;
+  }
   if (rule.is_mx()) {
     require(!four_over_six, {"guide: MXFP4 has no four over six"});
     require(rule.block == 32, {"guide: MXFP4 has blocks of ", rule.block, ", must be 32"});
-    require(guidance != Guidance::kLsbScaleMod4,
-            {"guide: MXFP4 has no residues mod 4: record one bit with the scale (lsb)"});
     return;
   }
   require(rule.block == 16, {"guide: NVFP4 has blocks of ", rule.block, ", must be 16"});
@@ -73,8 +79,9 @@ void check_records(const GuideArgs& args, const Shape& shape) {
   require(layout.encoding == wanted,
           {"guide: layout.encoding is ", static_cast<int>(layout.encoding),
            ", this guidance reads ", static_cast<int>(wanted)});
-  require(layout.block == args.rule.block,
-          {"guide: layout.block is ", layout.block, ", the rule's is ", args.rule.block});
+  const std::int32_t block = args.rule.scale == ScaleFormat::kNone ? 0 : args.rule.block;
+  require(layout.block == block,
+          {"guide: layout.block is ", layout.block, ", the rule's is ", block});
   require(shape.cols > 0 && layout.width >= shape.cols && layout.width % shape.cols == 0 &&
               shape.rows % shape.slots == 0,
           {"guide: layout.width is ", layout.width, ", x is [", shape.rows, ", ", shape.cols,
@@ -95,8 +102,9 @@ void check_records(const GuideArgs& args, const Shape& shape) {
 
 void check(const GuideArgs& args, const Shape& shape) {
   check_rule(args.rule, args.guidance);
-  require(shape.cols % args.rule.block == 0,
-          {"guide: x has ", shape.cols, " columns, must be a multiple of ", args.rule.block});
+  const std::int32_t unit = args.rule.scale == ScaleFormat::kNone ? 16 : args.rule.block;
+  require(shape.cols % unit == 0,
+          {"guide: x has ", shape.cols, " columns, must be a multiple of ", unit});
   require(args.x.stride[1] == 1 && args.out.stride[1] == 1,
           {"guide: x and out must be contiguous along a row"});
   require(args.out.shape == args.x.shape,
@@ -111,7 +119,7 @@ void check(const GuideArgs& args, const Shape& shape) {
           {"guide: exponent is ", static_cast<int>(args.exponent), ", must be in [-116, 116]"});
   if (args.guidance != Guidance::kOwnScale) check_records(args, shape);
   require(shape.span > 0 || shape.cols == 0, {"guide: layout.exponents exceeds layout.width"});
-  require(shape.cols == 0 || (shape.cols % shape.span == 0 && shape.span % args.rule.block == 0),
+  require(shape.cols == 0 || (shape.cols % shape.span == 0 && shape.span % unit == 0),
           {"guide: spans of ", shape.span, " elements that share an exponent do not divide the ",
            shape.cols, " columns into blocks"});
 }
@@ -136,12 +144,17 @@ bool has_scale_bytes(Guidance guidance) {
   return guidance != Guidance::kOwnScale && guidance != Guidance::kLsbScaleMod4;
 }
 
-/// Whether the record holds what no rollout writes. MXFP4's largest exponent is 125.
+/// Whether the record holds what no rollout writes.
 bool is_damaged(const GuideArgs& args, const Record& record) {
   if (has_scale_bytes(args.guidance)) {
-    const std::uint8_t limit = args.rule.is_mx() ? 252 : kE4m3Max;
+    const std::uint8_t limit = most_scale_byte(args.rule);
     const std::uint8_t* end = record.scales + args.layout.scale_bytes();
     if (std::any_of(record.scales, end, [&](std::uint8_t s) { return s > limit; })) return true;
+  }
+  if (args.layout.encoding == Encoding::kCodes8) {
+    const std::uint8_t* end = record.elements + args.layout.width;
+    const auto is_nan = [](std::uint8_t code) { return (code & 0x7Fu) > kE4m3Max; };
+    if (std::any_of(record.elements, end, is_nan)) return true;
   }
   const std::int8_t* end = record.exponents + args.layout.exponent_bytes();
   return std::any_of(record.exponents, end,
@@ -161,9 +174,11 @@ Choice choice_of(Guidance guidance) {
 }
 
 /// The BF16 bits of every block's amax; returns the span's, 0x7F80 or more if it holds Inf or NaN.
-std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int32_t block,
+std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int64_t block,
                         std::uint16_t* amaxes) {
-  if (simd != Simd::kNone) return block_amaxes(simd, x, span, block, amaxes);
+  if (simd != Simd::kNone) {
+    return block_amaxes(simd, x, span, static_cast<std::int32_t>(block), amaxes);
+  }
   std::uint16_t most = 0;
   for (std::int64_t b = 0; b < span / block; ++b) {
     std::uint16_t here = 0;
@@ -184,13 +199,12 @@ class Worker {
         shape_(shape),
         kernel_(kernel),
         simd_(simd),
-        mx_(args.rule.is_mx()),
-        blocks_(shape.span / args.rule.block),
+        block_(args.rule.scale == ScaleFormat::kNone ? shape.span : args.rule.block),
+        blocks_(shape.span / block_),
         matrix_exponent_(n) {
-    const auto blocks = static_cast<std::size_t>(shape.span / args.rule.block);
     // block_amaxes() and its users read and write in eights.
-    amaxes_.resize(blocks + 8);
-    scales_.resize(blocks * static_cast<std::size_t>(args.rule.block / 16) + 8);
+    amaxes_.resize(static_cast<std::size_t>(blocks_ + 8));
+    scales_.resize(static_cast<std::size_t>(shape.span / 16 + 8));
   }
 
   void run_record(std::int64_t index) {
@@ -220,7 +234,7 @@ class Worker {
   void run_span(std::int64_t row, std::int64_t first, std::int64_t at, const Record* record) {
     const Bf16* x = args_.x.data + row * args_.x.stride[0] + first;
     Bf16* out = args_.out.data + row * args_.out.stride[0] + first;
-    const std::uint16_t amax = amaxes_of(simd_, x, shape_.span, args_.rule.block, amaxes_.data());
+    const std::uint16_t amax = amaxes_of(simd_, x, shape_.span, block_, amaxes_.data());
     if (amax >= 0x7F80) {
       std::fill(out, out + shape_.span, Bf16{});
       ++counts_[kNonfinite];
@@ -232,13 +246,13 @@ class Worker {
     } else {
       elements.choice = choice_of(args_.guidance);
       const bool bits = elements.choice == Choice::kBit;
-      elements.plane = record->elements + (bits ? at / 8 : at / 2);
+      elements.plane = record->elements + (bits ? at / 8 : args_.rule.code_bytes(at));
       const std::int32_t n =
           args_.layout.exponents > 0 ? record->exponents[at / shape_.span] : args_.exponent;
       if (args_.guidance == Guidance::kLsbScaleMod4) {
-        residue_scales(*record, at / 16, n);
+        residue_scales(*record, at / block_, n);
       } else {
-        recorded_scales(record->scales + at / args_.rule.block, n);
+        recorded_scales(record->scales + at / block_, n);
       }
     }
     elements.scales = scales_.data();
@@ -252,16 +266,12 @@ class Worker {
 
   /// The scale of a block, once for each sixteen elements of it.
   void put(std::int64_t block, float value) {
-    if (mx_) {
-      scales_[static_cast<std::size_t>(2 * block)] = value;
-      scales_[static_cast<std::size_t>(2 * block + 1)] = value;
-    } else {
-      scales_[static_cast<std::size_t>(block)] = value;
-    }
+    const std::int64_t groups = block_ / 16;
+    std::fill_n(scales_.begin() + block * groups, groups, value);
   }
 
   void put_byte(std::int64_t block, std::uint8_t byte, std::int32_t n) {
-    put(block, mx_ ? to_float(static_cast<E8m0>(byte)) : scale_value(static_cast<E4m3>(byte), n));
+    put(block, scale_value(args_.rule, byte, n));
   }
 
   void own_scales(const Bf16* x, float amax) {
@@ -271,20 +281,30 @@ class Worker {
                                                                        : matrix_exponent_;
     const GlobalNumbers global = global_of_exponent(n);
     for (std::int64_t b = 0; b < blocks_; ++b) {
-      put_byte(b, block_byte(x + b * args_.rule.block, amax_of(b), args_.rule, global), n);
+      const bool none = args_.rule.scale == ScaleFormat::kNone;
+      put_byte(b,
+               none ? std::uint8_t{0}
+                    : block_byte(x + b * args_.rule.block, amax_of(b), args_.rule, global),
+               n);
     }
   }
 
   void recorded_scales(const std::uint8_t* bytes, std::int32_t n) {
     for (std::int64_t b = 0; b < blocks_; ++b) {
-      put_byte(b, bytes[b], n);
+      put_byte(b, args_.layout.block > 0 ? bytes[b] : std::uint8_t{0}, n);
     }
   }
 
   void residue_scales(const Record& record, std::int64_t first_block, std::int32_t n) {
+    if (args_.layout.block == 0) return recorded_scales(nullptr, n);
     for (std::int64_t b = 0; b < blocks_; ++b) {
       const std::int64_t at = first_block + b;
       const std::uint32_t residue = record.scales[at / 4] >> at % 4 * 2 & 3u;
+      if (args_.rule.is_mx()) {
+        const std::uint8_t own = scale_byte(args_.rule, amax_of(b), {});
+        put_byte(b, mx_byte_of_residue(args_.rule, residue, own), n);
+        continue;
+      }
       const bool four = args_.layout.map_bytes() > 0 && (record.maps[at / 8] >> at % 8 & 1) != 0;
       const float y = four ? scale_quotient_of_four(amax_of(b), n) : scale_quotient(amax_of(b), n);
       put(b, scale_value(scale_of_residue(residue, y), n));
@@ -295,7 +315,7 @@ class Worker {
   const Shape& shape_;
   GuideKernel kernel_;
   Simd simd_;
-  bool mx_;
+  std::int64_t block_;   // elements that share a scale
   std::int64_t blocks_;  // of a span
   std::int32_t matrix_exponent_;
   std::vector<std::uint16_t> amaxes_;
@@ -322,12 +342,13 @@ void guide_on(const GuideArgs& args, Isa isa) {
   const std::int32_t n =
       args.rule.global == GlobalScale::kPerTensor ? matrix_exponent(args) : std::int32_t{0};
   const Simd simd = isa == Isa::kPortable ? Simd::kNone : simd_for(args.rule);
+  const GuideKernel kernel = args.rule.is_wide() ? guide_elements_e4m3 : guide_elements(isa);
   const std::int64_t records = shape.rows / shape.slots;
   const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / (shape.slots * shape.cols));
   Counts total{};
   std::mutex mutex;
   parallel_for(records, grain, [&](std::int64_t first, std::int64_t end) {
-    Worker worker(args, shape, guide_elements(isa), simd, n);
+    Worker worker(args, shape, kernel, simd, n);
     for (std::int64_t r = first; r < end; ++r) worker.run_record(r);
     const std::lock_guard lock(mutex);
     for (std::size_t i = 0; i < total.size(); ++i) total[i] += worker.counts()[i];

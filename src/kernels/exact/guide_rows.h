@@ -17,7 +17,7 @@ struct GuideElements {
   Bf16* out = nullptr;            // may be x
   std::int64_t groups = 0;        // of sixteen elements
   const float* scales = nullptr;  // [groups] s8 * 2^n or 2^e, repeated where a block is longer
-  const std::uint8_t* plane = nullptr;  // kBit: 2 bytes a group; kCode*: 8 bytes a group
+  const std::uint8_t* plane = nullptr;  // kBit: 2 bytes a group; kCode*: 8, or 16 of E4M3
 };
 
 /// Writes the guided values; returns how many codes differ from round-to-nearest.
@@ -25,5 +25,8 @@ using GuideKernel = std::int64_t (*)(const GuideElements&);
 
 std::int64_t guide_elements_portable(const GuideElements& args);  // the definition
 GuideKernel guide_elements(Isa isa);
+
+/// The same of E4M3 elements; scales are powers of two, or 0.
+std::int64_t guide_elements_e4m3(const GuideElements& args);
 
 }  // namespace lockstep::kernels

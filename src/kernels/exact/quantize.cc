@@ -52,28 +52,49 @@ void check_records(const QuantizeArgs& args, std::int64_t rows, std::int64_t col
   const std::int64_t slots = slots_of(args);
   require(rows % slots == 0,
           {"quantize: ", rows, " rows do not divide into records of ", slots, " rows each"});
-  require(layout.block == args.rule.block,
-          {"quantize: layout.block is ", layout.block, ", the rule's is ", args.rule.block});
+  const std::int32_t block = args.rule.scale == ScaleFormat::kNone ? 0 : args.rule.block;
+  require(layout.block == block && (block == 0 || cols % block == 0),
+          {"quantize: layout.block is ", layout.block, ", the rule's is ", block});
+  require(args.rule.block_rows == 1, {"quantize: blocks of many rows have no records"});
+  require(layout.encoding != Encoding::kCodes || !args.rule.is_wide(),
+          {"quantize: layout.encoding is codes, must be codes8 for E4M3 elements"});
   require(layout.exponents == 0 || layout.exponents == slots,
           {"quantize: layout.exponents is ", layout.exponents, ", must be 0 or ", slots,
            ", one a row"});
   require((layout.encoding != Encoding::kLsbScaleMod4 &&
            layout.encoding != Encoding::kLsbScaleMod4Map) ||
-              args.rule.global_is_power_of_two,
+              args.rule.is_mx() || args.rule.global_is_power_of_two,
           {"quantize: residues mod 4 need a power-of-two global scale"});
   require_shape(args.records, "records", rows / slots, layout.bytes());
+}
+
+/// E4M3 elements: powers of two alone, in blocks or fixed.
+void check_wide(const Quantizer& rule) {
+  require(rule.is_mx() || (rule.scale == ScaleFormat::kNone &&
+                           rule.global == GlobalScale::kStatic && rule.global_is_power_of_two),
+          {"quantize: rule.scale is ", name_of(rule.scale),
+           "; e4m3 elements take e8m0 scales, or none under a static power of two"});
+  require(rule.block > 0 && rule.block_rows > 0,
+          {"quantize: rule.block is ", rule.block, " by ", rule.block_rows});
+  require(rule.tie == Tie::kEven && rule.sign_of_zero == SignOfZero::kDropped,
+          {"quantize: e4m3 elements are rounded to nearest even, and a zero has no sign"});
 }
 
 void check(const QuantizeArgs& args) {
   const auto [rows, cols] = shape_of(args);
   const Quantizer& rule = args.rule;
-  require(rule.element == Element::kE2m1,
-          {"quantize: rule.element is not e2m1; only FP4 has codes here"});
-  require(rule.scale != ScaleFormat::kNone, {"quantize: rule.scale is none, must be e4m3 or e8m0"});
-  require(rule.block > 0 && rule.block % 16 == 0,
-          {"quantize: rule.block is ", rule.block, ", must be a multiple of 16"});
-  require(cols % rule.block == 0, {"quantize: x has ", cols, " columns, must be a multiple of ",
-                                   rule.block, ", the block"});
+  require(rule.quantizes(), {"quantize: rule.element is bf16, which has no codes"});
+  if (rule.is_wide()) {
+    check_wide(rule);
+  } else {
+    require(rule.scale != ScaleFormat::kNone,
+            {"quantize: rule.scale is none, must be e4m3 or e8m0"});
+    require(rule.block > 0 && rule.block % 16 == 0 && rule.block_rows == 1,
+            {"quantize: rule.block is ", rule.block, " by ", rule.block_rows,
+             ", must be a multiple of 16 by 1"});
+    require(cols % rule.block == 0, {"quantize: x has ", cols, " columns, must be a multiple of ",
+                                     rule.block, ", the block"});
+  }
   require(rule.is_mx() || rule.scale_rule != ScaleRule::kExact || rule.global_is_power_of_two,
           {"quantize: rule.scale_rule is exact, which needs a power-of-two global scale"});
   require(rule.is_mx() ==
@@ -97,8 +118,10 @@ void check(const QuantizeArgs& args) {
     require(args.layout.encoding != Encoding::kBf16,
             {"quantize: BF16 records need BF16 values, and x_f32 was given"});
   }
-  require_shape(args.out.codes, "out.codes", rows, cols / 2);
-  require_shape(args.out.scales, "out.scales", rows, cols / rule.block);
+  require_shape(args.out.codes, "out.codes", rows, rule.code_bytes(cols));
+  if (rule.scale != ScaleFormat::kNone) {
+    require_shape(args.out.scales, "out.scales", rule.scale_rows(rows), rule.scale_cols(cols));
+  }
   if (args.layout.encoding != Encoding::kNone) check_records(args, rows, cols);
 }
 
@@ -106,7 +129,11 @@ template <typename T>
 class Rows {
  public:
   Rows(const QuantizeArgs& args, const TensorView<const T, 2>& x)
-      : args_(args), x_(x), cols_(x.shape[1]), slots_(slots_of(args)) {
+      : args_(args),
+        x_(x),
+        cols_(x.shape[1]),
+        slots_(slots_of(args)),
+        scales_(args.rule.scale_cols(cols_)) {
     if constexpr (std::is_same_v<T, Bf16>) simd_ = simd_for(args.rule);
     if (args.rule.global == GlobalScale::kPerTensor) whole_ = tensor_global();
   }
@@ -182,15 +209,17 @@ class Rows {
   EncodeRow<T> encode(std::int64_t index, QuantizeCounts& counts) const {
     const float amax = amax_of(index);
     const bool finite = is_finite(amax);
-    const EncodeRow<T> row{.x = x(index),
-                           .cols = cols_,
-                           .global = global_of(finite ? amax : 0.0f),
-                           .codes = args_.out.codes.data + index * args_.out.codes.stride[0],
-                           .scales = args_.out.scales.data + index * args_.out.scales.stride[0]};
+    const EncodeRow<T> row{
+        .x = x(index),
+        .cols = cols_,
+        .global = global_of(finite ? amax : 0.0f),
+        .codes = args_.out.codes.data + index * args_.out.codes.stride[0],
+        .scales =
+            scales_ == 0 ? nullptr : args_.out.scales.data + index * args_.out.scales.stride[0]};
     if (!finite) {
       ++counts[kNonfiniteRows];
-      std::memset(row.codes, 0, static_cast<std::size_t>(cols_ / 2));
-      std::memset(row.scales, 0, static_cast<std::size_t>(cols_ / args_.rule.block));
+      std::memset(row.codes, 0, static_cast<std::size_t>(args_.rule.code_bytes(cols_)));
+      if (scales_ > 0) std::memset(row.scales, 0, static_cast<std::size_t>(scales_));
     } else if (simd_ == Simd::kNone) {
       encode_row(row, args_.rule, counts);
     } else if constexpr (std::is_same_v<T, Bf16>) {
@@ -212,7 +241,7 @@ class Rows {
       return;
     }
     write_record({row.codes, row.scales, static_cast<std::int32_t>(cols_),
-                  static_cast<std::int8_t>(row.global.exponent)},
+                  static_cast<std::int8_t>(row.global.exponent), args_.rule.is_wide()},
                  slot, args_.layout, out);
   }
 
@@ -236,6 +265,7 @@ class Rows {
   const TensorView<const T, 2>& x_;
   std::int64_t cols_;
   std::int64_t slots_;
+  std::int64_t scales_;  // of a row
   Simd simd_ = Simd::kNone;
   GlobalNumbers whole_{};
   static thread_local std::vector<std::uint16_t> amaxes_;
@@ -256,6 +286,7 @@ thread_local std::vector<std::uint16_t> Rows<T>::amaxes_;
 
 void quantize(const QuantizeArgs& args, Stream) {
   check(args);
+  if (args.rule.block_rows > 1) return quantize_blocks(args);
   if (args.x_f32.empty()) {
     Rows<Bf16>(args, args.x).run();
   } else {

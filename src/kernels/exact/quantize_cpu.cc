@@ -40,6 +40,38 @@ float row_amax(const T* x, std::int64_t cols) {
   return amax_of(x, cols);
 }
 
+namespace {
+
+/// E4M3 elements: blocks at the edge are smaller; without scales the row is one block.
+template <typename T>
+void encode_wide(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts) {
+  const std::int64_t block = rule.is_mx() ? rule.block : row.cols;
+  for (std::int64_t first = 0; first < row.cols; first += block) {
+    const std::int64_t size = std::min(block, row.cols - first);
+    const T* x = row.x + first;
+    const float amax = amax_of(x, size);
+    std::uint8_t byte = 0;
+    if (rule.is_mx()) row.scales[first / block] = byte = scale_byte(rule, amax, row.global);
+    encode_e4m3(x, size, scale_value(rule, byte, row.global.exponent), row.codes + first);
+    ++counts[kBlocks];
+    counts[kZeroBlocks] += amax == 0.0f;
+    counts[kSaturatedBlocks] += !rule.is_mx() && amax * power_of_two(-row.global.exponent) > 464.0f;
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void encode_e4m3(const T* x, std::int64_t count, float scale, std::uint8_t* codes) {
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (std::int64_t i = 0; i < count; ++i) {
+    codes[i] = bits_of(to_e4m3_scaled(value_of(x[i]), inverse));
+  }
+}
+
+template void encode_e4m3(const Bf16*, std::int64_t, float, std::uint8_t*);
+template void encode_e4m3(const float*, std::int64_t, float, std::uint8_t*);
+
 template <typename T>
 std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule,
                         const GlobalNumbers& global) {
@@ -56,6 +88,7 @@ std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule,
 
 template <typename T>
 void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts) {
+  if (rule.is_wide()) return encode_wide(row, rule, counts);
   const std::int32_t block = rule.block;
   for (std::int64_t first = 0; first < row.cols; first += block) {
     const T* x = row.x + first;

@@ -234,7 +234,7 @@ __attribute__((target("avx2"))) std::uint16_t amaxes_avx2(const Bf16* x, std::in
 }
 
 bool knows(const Quantizer& rule) {
-  if (rule.code_rule != CodeRule::kExact || rule.tie != Tie::kEven ||
+  if (rule.is_wide() || rule.code_rule != CodeRule::kExact || rule.tie != Tie::kEven ||
       rule.sign_of_zero != SignOfZero::kDropped || (rule.block != 16 && rule.block % 32 != 0)) {
     return false;
   }

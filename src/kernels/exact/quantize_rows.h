@@ -16,7 +16,7 @@ struct EncodeRow {
   const T* x = nullptr;  // [cols], finite
   std::int64_t cols = 0;
   GlobalNumbers global;
-  std::uint8_t* codes = nullptr;   // [cols / 2]
+  std::uint8_t* codes = nullptr;   // [cols / 2], or [cols] of E4M3
   std::uint8_t* scales = nullptr;  // [cols / block]
 };
 
@@ -29,9 +29,17 @@ float row_amax(const T* x, std::int64_t cols);
 template <typename T>
 std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule, const GlobalNumbers& global);
 
+/// Codes of E4M3 under a scale that is a power of two, or 0: then they are 0.
+template <typename T>
+void encode_e4m3(const T* x, std::int64_t count, float scale, std::uint8_t* codes);
+
 /// Codes and scales of a finite row. The definition.
 template <typename T>
 void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& counts);
+
+/// quantize() of blocks that span rows: E4M3 elements under E8M0 scales. A row that is not finite
+/// has codes 0 and no part in its blocks' scales.
+void quantize_blocks(const QuantizeArgs& args);
 
 /// The same bytes and counts by AVX-512 or AVX2, for BF16 rows under the rules of `lockstep` and of
 /// MXFP4. kNone where the rule is another: the definition is all there is.

@@ -317,7 +317,7 @@ TEST(Quantize, MistakesAreNamed) {
   EXPECT_EQ(message_of({.x = matrix(x, 1, 48), .rule = kLockstep, .out = out.view()}),
             "quantize: out.codes is [1, 8], must be [1, 24]");
   EXPECT_EQ(message_of({.x = matrix(x, 1, 48), .rule = Quantizer{}}),
-            "quantize: rule.element is not e2m1; only FP4 has codes here");
+            "quantize: rule.element is bf16, which has no codes");
 }
 
 TEST(Quantize, R34_AWidthThatIsNoMultipleOfTheBlockIsRefused) {

@@ -20,6 +20,14 @@ std::uint16_t lsb_plane(const std::uint8_t* codes) {
 }
 
 void write_lsb(const CodedRow& row, std::uint8_t* out) {
+  if (row.wide) {
+    for (std::int32_t i = 0; i < row.cols; i += 8) {
+      unsigned bits = 0;
+      for (std::int32_t j = 0; j < 8; ++j) bits |= (row.codes[i + j] & 1u) << j;
+      out[i / 8] = static_cast<std::uint8_t>(bits);
+    }
+    return;
+  }
   for (std::int32_t i = 0; i < row.cols; i += 16) {
     const std::uint16_t plane = lsb_plane(row.codes + i / 2);
     out[i / 8] = static_cast<std::uint8_t>(plane);
@@ -55,7 +63,7 @@ void write_maps(const CodedRow& row, std::int32_t first, std::int32_t block, std
 
 void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layout,
                   std::uint8_t* record) {
-  const std::int32_t blocks = row.cols / layout.block;
+  const std::int32_t blocks = layout.block > 0 ? row.cols / layout.block : 0;
   std::uint8_t* scales = record + layout.element_bytes();
   std::uint8_t* maps = scales + layout.scale_bytes();
   std::uint8_t* exponents = maps + layout.map_bytes();
@@ -65,6 +73,9 @@ void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layou
     case Encoding::kLsbScaleMod4Map: write_lsb(row, record + slot * row.cols / 8); break;
     case Encoding::kCodes:
       std::memcpy(record + slot * row.cols / 2, row.codes, static_cast<std::size_t>(row.cols / 2));
+      break;
+    case Encoding::kCodes8:
+      std::memcpy(record + slot * row.cols, row.codes, static_cast<std::size_t>(row.cols));
       break;
     default: break;
   }

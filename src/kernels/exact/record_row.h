@@ -8,10 +8,11 @@ namespace lockstep::kernels {
 
 /// One row's codes and scales, linear, and the n of its own global scale.
 struct CodedRow {
-  const std::uint8_t* codes = nullptr;   // [cols / 2]
-  const std::uint8_t* scales = nullptr;  // [cols / block]
+  const std::uint8_t* codes = nullptr;   // [cols / 2], or [cols] of E4M3
+  const std::uint8_t* scales = nullptr;  // [cols / block]; not read where the layout has no block
   std::int32_t cols = 0;
   std::int8_t exponent = 0;
+  bool wide = false;  // codes are E4M3's, a byte each
 };
 
 /// Writes what `layout` keeps of a row into slot number `slot` of a record whose bytes were zero:
