@@ -126,7 +126,7 @@ struct Trip {
 Trip round_trip(const std::string& preset, std::vector<Bf16> x, std::int64_t rows) {
   const Quantizer rule = rule_of(preset);
   const std::int64_t cols = static_cast<std::int64_t>(x.size()) / rows;
-  Trip trip{Packed(rows, cols, rule.block), std::vector<float>(x.size())};
+  Trip trip{Packed(rows, cols, rule), std::vector<float>(x.size())};
   quantize({.x = matrix(x, rows, cols), .rule = rule, .out = trip.packed.view()});
   dequantize({.codes = trip.packed.view(), .rule = rule, .f32 = matrix(trip.values, rows, cols)});
   return trip;
@@ -138,7 +138,7 @@ TEST(Dialects, R01_ZeroBlocksAreZeroWithTheDialectsByte) {
   for (const std::string& preset : contracts::names()) {
     if (preset == "bf16") continue;
     Quantizer rule = contracts::preset(preset, 1).weight;
-    Packed out(256, 256, rule.block);
+    Packed out(256, 256, rule);
     std::vector<float> back(x.size(), -1.0f);
     quantize({.x = matrix(x, 256, 256), .rule = rule, .out = out.view()});
     dequantize({.codes = out.view(), .rule = rule, .f32 = matrix(back, 256, 256)});
@@ -359,6 +359,16 @@ TEST(Formats, TheExampleOfMxfp4) {
     const Trip trip = round_trip(preset, x, 1);
     EXPECT_EQ(lines[i].substr(8), hex(trip.packed.scales) + hex(trip.packed.codes)) << preset;
   }
+}
+
+TEST(Formats, TheExampleOfMxfp8) {
+  const auto lines = example("docs/formats/fp8.md", "mxfp8");
+  ASSERT_EQ(lines.size(), 4u) << "run in the root of the checkout";
+  const auto x = numbers_of(lines);
+  ASSERT_EQ(x.size(), 32u);
+  const Trip trip = round_trip("mxfp8", x, 1);
+  EXPECT_EQ(lines[2], "scale   " + hex(trip.packed.scales));
+  EXPECT_EQ(lines[3], "codes   " + hex(trip.packed.codes));
 }
 
 TEST(Formats, TheExampleOfContract) {

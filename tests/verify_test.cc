@@ -6,6 +6,7 @@
 #include <map>
 
 #include "model/checkpoint.h"
+#include "recipe/arm.h"
 #include "rollout/engine.h"
 
 namespace lockstep::instruments {
@@ -92,6 +93,20 @@ TEST_F(VerifyTest, AllHoldsUnderFourOverSix) {
                         .replay_experts = true};
     for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
       EXPECT_TRUE(check.ok) << name << ": " << check.figures;
+    }
+  }
+}
+
+TEST_F(VerifyTest, AllHoldsUnderFp8AndMxfp4) {
+  const std::vector<std::int8_t> nvfp4 = agreement_.contract.kv_exponents;
+  for (const char* name : {"fp8", "mxfp4_trace", "mxfp4_w4a8_trace"}) {
+    std::printf("%s\n", name);
+    ArmSpec spec = arm_spec(name);
+    // FP8's exponents are calibrated for its grid: 448 * 2^n, not 2688 * 2^n.
+    for (const int n : nvfp4) spec.kv_exponents.push_back(static_cast<std::int8_t>(n + 3));
+    agreement_.contract = bind(spec, agreement_.model).contract;
+    for (const auto& [check, result] : run({.agreement = agreement_, .weights = checkpoint_})) {
+      EXPECT_TRUE(result.ok) << name << ", " << check << ": " << result.figures;
     }
   }
 }

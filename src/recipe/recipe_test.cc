@@ -216,6 +216,54 @@ TEST(Preflight, BytesOfTheBudget) {
   EXPECT_EQ(bytes_text(13 * 1024 + 820), "13.8 KiB");
 }
 
+TEST(Arm, FormatsAreKeysAndBooleansStayWhatTheyWere) {
+  const auto contract = [](const std::string& keys) {
+    return bind(parse_recipe("[contract]\n" + keys, "r").arm, kModel).contract;
+  };
+  EXPECT_EQ(contract(""), contracts::lockstep(8));
+  EXPECT_EQ(contract("weights = true\nactivations = true\nkv = true"), contracts::lockstep(8));
+  EXPECT_EQ(contract("weights = \"nvfp4\"\nactivations = \"nvfp4\"\nkv = \"nvfp4\""),
+            contracts::lockstep(8));
+  EXPECT_EQ(contract("kv = false"), contract("kv = \"bf16\""));
+  EXPECT_FALSE(contract("kv = false").k.quantizes());
+  EXPECT_EQ(contract("preset = \"bf16\""), contracts::bf16());
+  EXPECT_EQ(contract("preset = \"fp8\""), contracts::preset("fp8", 8));
+  const Contract mixed = contract("activations = \"mxfp8\"\nmx_rule = \"even\"");
+  EXPECT_EQ(mixed.activation.element, Element::kE4m3);
+  EXPECT_EQ(mixed.activation.scale_rule, ScaleRule::kMxEven);
+  EXPECT_EQ(mixed.weight, contracts::lockstep(8).weight);
+  EXPECT_EQ(contract("preset = \"bf16\"\nweights = \"fp8\"").layers, LayerSet::range(0, 8));
+  EXPECT_NE(complaint("[contract]\nkv = \"mxpf4\"").find("did you mean mxfp4?"), std::string::npos);
+  EXPECT_NE(complaint("[contract]\nkv = 4").find("true, false, or one of"), std::string::npos);
+}
+
+TEST(Preflight, FormatsThatDoNotGoTogetherAreRefused) {
+  EXPECT_NE(contradiction("[contract]\nkv = \"mxfp8\"").find("no kernel reads from the cache"),
+            std::string::npos);
+  EXPECT_NE(contradiction("arm = \"mxfp4_w4a8_qat\"\n[contract]\nkv = \"mxfp8\""), "");
+  EXPECT_NE(contradiction("arm = \"fp8\"\n[residual]\nkind = \"channels\"")
+                .find("residual.kind is not none"),
+            std::string::npos);
+  EXPECT_NE(contradiction("arm = \"fp8_trace\"\n[guide]\nmode = \"rollout_scale\"")
+                .find("leaves nothing to record"),
+            std::string::npos);
+  EXPECT_EQ(contradiction("arm = \"fp8_trace\"\n[guide]\nmode = \"lsb_scale_mod4\""), "");
+  EXPECT_EQ(contradiction("arm = \"mxfp4_trace\"\n[guide]\nmode = \"lsb_scale_mod4\""), "");
+}
+
+TEST(Preflight, BytesOfFormats) {
+  const auto record = [](const char* arm) {
+    const Recipe r = parse_recipe(std::string("arm = \"") + arm + "\"", "r");
+    return budget(r, bind(r.arm, kModel), kModel);
+  };
+  // 128 elements of w13_in, 64 of K and V, four layers: 1.25 bits of MX, 1 and a byte a row of FP8.
+  EXPECT_EQ(record("mxfp4_trace").record_per_token, 4 * (20 + 10 + 10) + 8 * 2);
+  EXPECT_EQ(record("mxfp4_w4a8_trace").record_per_token, 4 * (20 + 10 + 10) + 8 * 2);
+  EXPECT_EQ(record("fp8_trace").record_per_token, 4 * (17 + 8 + 8) + 8 * 2);
+  EXPECT_EQ(record("mxfp4_trace").cache_per_token, 8 * 2 * 34);
+  EXPECT_EQ(record("fp8_trace").cache_per_token, 8 * 2 * 64);
+}
+
 TEST(Arm, APresetThatNoRolloutRunsIsNamed) {
   for (const char* preset : {"te", "lokstep", ""}) {
     ArmSpec spec = arm_spec("naive");

@@ -28,6 +28,23 @@ using testing::Rig;
 using testing::small_agreement;
 using testing::small_bf16;
 
+/// `preset` everywhere; records as in small_agreement().
+Agreement small_preset(const char* preset, Guidance mode) {
+  Agreement a = small_agreement(mode);
+  a.contract = contracts::preset(preset, a.model.num_layers);
+  if (a.contract.k.global == GlobalScale::kStatic) {
+    a.contract.kv_exponents.assign(static_cast<std::size_t>(2 * a.model.num_layers), -5);
+  }
+  return a;
+}
+
+/// MXFP4 weights and cache, MXFP8 activations.
+Agreement small_w4a8(Guidance mode) {
+  Agreement a = small_preset("mx-rceil", mode);
+  a.contract.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+  return a;
+}
+
 TEST(Engine, R74_EveryPositionButTheLastHasItsRecords) {
   for (const Guidance mode :
        {Guidance::kLsb, Guidance::kLsbScaleMod4, Guidance::kFullGuided, Guidance::kRolloutScale}) {
@@ -36,6 +53,16 @@ TEST(Engine, R74_EveryPositionButTheLastHasItsRecords) {
     ASSERT_EQ(out.size(), 13u);
     for (const Trajectory& t : out) expect_complete(rig, t);
     EXPECT_EQ(rig.trace.open_spans(), 0u);
+  }
+}
+
+TEST(Engine, EveryFormatLeavesItsRecords) {
+  for (const Guidance mode : {Guidance::kLsb, Guidance::kLsbScaleMod4, Guidance::kFullForced}) {
+    for (const Agreement& a :
+         {small_preset("mx-rceil", mode), small_w4a8(mode), small_preset("fp8", mode)}) {
+      Rig rig(a);
+      for (const Trajectory& t : generate(rig.engine, batch())) expect_complete(rig, t);
+    }
   }
 }
 
@@ -65,6 +92,8 @@ TEST(Engine, R89_ResultsDependOnNothingElseInTheBatch) {
   Agreement noisy = small_agreement();
   for (const auto& [agreement, noise] :
        {std::pair{small_agreement(Guidance::kLsb), 0.0f}, std::pair{small_bf16(), 0.0f},
+        std::pair{small_preset("fp8", Guidance::kLsb), 0.0f},
+        std::pair{small_w4a8(Guidance::kLsbScaleMod4), 0.0f},
         std::pair{small_agreement(Guidance::kFullGuided), 0.05f}}) {
     Options base;
     base.drift.noise = noise;
@@ -216,27 +245,31 @@ TEST(Engine, ScoresGivenTokensWithoutAMaskFromTheSecondOn) {
 }
 
 TEST(Engine, AuditTokensKeepTheCodesThatTheOtherRecordsCameFrom) {
-  Rig rig(small_agreement(Guidance::kLsb));
-  const std::vector<Trajectory> out = generate(rig.engine, batch());
-  int compared = 0;
-  for (const Trajectory& t : out) {
-    const MemoryTrace::Records records = rig.trace.records(t);
-    for (const auto& [key, full] : records) {
-      const auto& [position, place, encoding] = key;
-      const auto compact = records.find({position, place, Encoding::kLsb});
-      if (encoding != Encoding::kCodes || compact == records.end()) continue;
-      RowLayout layout = rig.agreement.layout(place, Encoding::kLsb);
-      const auto exponents = static_cast<std::size_t>(layout.exponents);
-      layout.exponents = 0;
-      std::vector<std::byte> derived(static_cast<std::size_t>(layout.bytes()));
-      record_from_row(full.data(), layout, false, derived.data());
-      derived.insert(derived.end(), full.end() - static_cast<std::ptrdiff_t>(exponents),
-                     full.end());
-      EXPECT_TRUE(derived == compact->second);
-      ++compared;
+  for (const Agreement& a : {small_agreement(Guidance::kLsb), small_w4a8(Guidance::kLsb),
+                             small_preset("fp8", Guidance::kLsb)}) {
+    Rig rig(a);
+    const std::vector<Trajectory> out = generate(rig.engine, batch());
+    int compared = 0;
+    for (const Trajectory& t : out) {
+      const MemoryTrace::Records records = rig.trace.records(t);
+      for (const auto& [key, full] : records) {
+        const auto& [position, place, encoding] = key;
+        const auto compact = records.find({position, place, Encoding::kLsb});
+        const bool full_codes = encoding == Encoding::kCodes || encoding == Encoding::kCodes8;
+        if (!full_codes || compact == records.end()) continue;
+        RowLayout layout = rig.agreement.layout(place, Encoding::kLsb);
+        const auto exponents = static_cast<std::size_t>(layout.exponents);
+        layout.exponents = 0;
+        std::vector<std::byte> derived(static_cast<std::size_t>(layout.bytes()));
+        record_from_row(full.data(), layout, encoding == Encoding::kCodes8, derived.data());
+        derived.insert(derived.end(), full.end() - static_cast<std::ptrdiff_t>(exponents),
+                       full.end());
+        EXPECT_TRUE(derived == compact->second);
+        ++compared;
+      }
     }
+    EXPECT_GT(compared, 100);
   }
-  EXPECT_GT(compared, 100);
 }
 
 // A stale or unwritten buffer would repeat one row, or name one expert twice.

@@ -112,7 +112,8 @@ class Reference {
   }
 
   /// What x is worth once quantized; with `residual`, less what the second pass takes back.
-  Vector quantized(const Vector& x, const Quantizer& rule, std::int8_t exponent, bool residual) {
+  Vector quantized(const Vector& x, Quantizer rule, std::int8_t exponent, bool residual) {
+    if (rule.is_wide()) rule.block = std::min(rule.block, static_cast<std::int32_t>(x.size()));
     if (rule.element == Element::kBf16 || !agreement_.contract.layers.has(layer_)) return x;
     const auto cols = static_cast<std::int64_t>(x.size());
     std::vector<Bf16> values;
@@ -223,7 +224,8 @@ class AgainstReference : public testing::TestWithParam<Arm> {};
 // order one.
 INSTANTIATE_TEST_SUITE_P(Forward, AgainstReference,
                          testing::Values(Arm{"bf16", 0.01}, Arm{"w4a16", 0.03}, Arm{"w4a4", 0.06},
-                                         Arm{"quads", 0.06}, Arm{"mxfp4", 0.06}));
+                                         Arm{"quads", 0.06}, Arm{"mxfp4", 0.06}, Arm{"w4a8", 0.06},
+                                         Arm{"fp8", 0.06}));
 
 TEST_P(AgainstReference, LogitsAreThoseOfPlainLoops) {
   const std::string arm = GetParam().name;
@@ -234,12 +236,15 @@ TEST_P(AgainstReference, LogitsAreThoseOfPlainLoops) {
   if (arm == "w4a16") contract.activation = {};
   if (arm == "quads") options.residual = Residual::kChannels;
   if (arm == "mxfp4") {
-    contract.weight = contract.activation = {.element = Element::kE2m1,
-                                             .block = 32,
-                                             .scale = ScaleFormat::kE8m0,
-                                             .scale_rule = ScaleRule::kMxRceil};
-    contract.k = contract.v = {};
-    contract.kv_exponents.clear();
+    contract = contracts::preset("mx-rceil", model.num_layers);
+  }
+  if (arm == "w4a8") {
+    contract = contracts::preset("mx-rceil", model.num_layers);
+    contract.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+  }
+  if (arm == "fp8") {
+    contract = contracts::preset("fp8", model.num_layers);
+    contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), -5);
   }
   fixture::Runner runner(contract, options);
   const auto tokens = fixture::random_tokens(70, model, 2);

@@ -24,6 +24,13 @@ Contract arm_contract(const std::string& arm) {
   Contract contract = w4a4_contract(small_model());
   if (arm == "bf16") return contracts::bf16();
   if (arm == "w4a16") contract.activation = {};
+  if (arm == "mxfp4" || arm == "w4a8" || arm == "fp8") {
+    contract = contracts::preset(arm == "fp8" ? "fp8" : "mx-rceil", 3);
+    if (arm == "w4a8") {
+      contract.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+    }
+    contract.kv_exponents.assign(6, -5);
+  }
   if (arm == "upper_layers") contract.layers = LayerSet::range(1, 3);
   return contract;
 }
@@ -34,7 +41,8 @@ class ForwardArms : public testing::TestWithParam<const char*> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Forward, ForwardArms,
-                         testing::Values("bf16", "w4a16", "w4a4", "upper_layers"));
+                         testing::Values("bf16", "w4a16", "w4a4", "upper_layers", "mxfp4", "w4a8",
+                                         "fp8"));
 
 TEST_P(ForwardArms, RowsDoNotDependOnChunksOrPages) {
   Runner runner(contract);

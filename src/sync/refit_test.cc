@@ -102,6 +102,25 @@ TEST(Refit, QuantizesRoutedExpertsOnly) {
   EXPECT_LT(m.at("fp4/refit/rel_err"), 0.2);
 }
 
+TEST(Refit, PacksEveryFormatOfWeights) {
+  Masters masters;
+  double last = 1;
+  for (const char* format : {"nvfp4", "mxfp8"}) {
+    Keeper keeper;
+    Contract contract = contracts::lockstep(kModel.num_layers);
+    contract.weight = contracts::format(format, contracts::Tensor::kWeight);
+    const Metrics m = refit(masters, keeper, contract, WeightVersion{1});
+    EXPECT_EQ(keeper.packed.size(), 2u * 3 * 2) << format;
+    EXPECT_LT(m.at("fp4/refit/rel_err"), last) << format;
+    last = m.at("fp4/refit/rel_err");
+  }
+  Keeper keeper;
+  Contract contract = contracts::preset("fp8", kModel.num_layers);
+  const Metrics m = refit(masters, keeper, contract, WeightVersion{1});
+  EXPECT_EQ(keeper.packed.size(), 2u * 3 * 2);
+  EXPECT_LT(m.at("fp4/refit/rel_err"), 0.04);  // three mantissa bits
+}
+
 TEST(Refit, Bf16ContractQuantizesNothing) {
   Masters masters;
   Keeper keeper;

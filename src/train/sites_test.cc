@@ -68,7 +68,7 @@ struct Rollout {
 /// Quantizes x [tokens, layout.width] as an engine would, in rows of `cols`.
 Rollout quantize(const Agreement& a, Place place, Encoding encoding, const Tensor& x,
                  std::int64_t cols) {
-  const Quantizer& rule = a.rule(place.site);
+  const Quantizer rule = a.rule(place.site);
   const RowLayout layout = a.layout(place, encoding);
   const std::int64_t rows = x.numel() / cols, tokens = x.size(0);
   std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
@@ -77,11 +77,11 @@ Rollout quantize(const Agreement& a, Place place, Encoding encoding, const Tenso
   std::vector<float> global(static_cast<std::size_t>(rows));
   std::vector<std::uint8_t> bytes(static_cast<std::size_t>(tokens * layout.bytes()));
   const bool is_static = rule.global == GlobalScale::kStatic;
-  const std::int64_t blocks = cols / rule.block;
+  const std::int64_t blocks = rule.scale_cols(cols), packed = rule.code_bytes(cols);
   kernels::quantize({.x = {numbers.data(), {rows, cols}, {cols, 1}},
                      .rule = rule,
                      .exponent = static_cast<std::int8_t>(is_static ? -9 : 0),
-                     .out = {.codes = {codes.data(), {rows, cols / 2}, {cols / 2, 1}},
+                     .out = {.codes = {codes.data(), {rows, packed}, {packed, 1}},
                              .scales = {scales.data(), {rows, blocks}, {blocks, 1}},
                              .global = {global.data(), {rows}, {1}}},
                      .layout = layout,
@@ -173,6 +173,47 @@ TEST_P(SitesModes, SmallDriftLeavesTheRolloutsNumbers) {
   }
   EXPECT_EQ(tally_.of(Site::kW13In).elements, kTokens * 64);
 }
+
+/// The formats of FP8 and of MXFP4 with MXFP8 activations, at every site.
+class SitesFormats : public SitesTest, public ::testing::WithParamInterface<Guidance> {
+ protected:
+  void use(const char* preset, Guidance mode) {
+    agreement_ = agreement(mode);
+    agreement_.model.head_dim = 32;  // a block of MXFP4
+    agreement_.contract = contracts::preset(preset, 2);
+    if (agreement_.contract.k.is_mx()) {
+      agreement_.contract.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+    }
+    agreement_.contract.kv_exponents = {-9, -9, -9, -9};
+  }
+};
+
+TEST_P(SitesFormats, NoDriftIsTheRolloutAndTheGradientIsTheUpstreamOne) {
+  for (const char* preset : {"fp8", "mx-rceil"}) {
+    use(preset, GetParam());
+    for (const auto& [site, width] :
+         {std::pair{Site::kW13In, 64}, {Site::kK, 64}, {Site::kV, 64}}) {
+      const Encoding encoding = agreement_.encoding({kLayer, site});
+      const float size = site == Site::kW13In ? 1.0f : 0.1f;  // what the fixed scale holds
+      const Tensor x = random_rows(kTokens, width, 1, size);
+      const Tensor rollout =
+          record(site, encoding == Encoding::kNone ? Encoding::kLsb : encoding, x, width);
+      const auto round = [&, site = site](const Tensor& y) {
+        return site == Site::kW13In ? sites().w13_in(kLayer, y) : sites().kv({kLayer, site}, y);
+      };
+      EXPECT_TRUE(round(x).equal(rollout)) << preset << " " << static_cast<int>(site);
+      const Tensor leaf = drifted(x, 0.3f).requires_grad_(true);
+      const Tensor upstream = random_rows(kTokens, width, 3);
+      round(leaf).backward(upstream);
+      EXPECT_TRUE(leaf.grad().equal(upstream));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SitesFormats,
+                         ::testing::Values(Guidance::kOwnScale, Guidance::kRolloutScale,
+                                           Guidance::kLsbScaleMod4, Guidance::kLsb,
+                                           Guidance::kFullGuided, Guidance::kFullForced));
 
 INSTANTIATE_TEST_SUITE_P(All, SitesModes,
                          ::testing::Values(Guidance::kRolloutScale, Guidance::kLsbScaleMod4,

@@ -270,6 +270,81 @@ def test_torchao_mxfp4(dtype, mode, exponents):
     same(ours[0], without_negative_zero(codes), "codes")
 
 
+# --- MXFP8 and FP8 ------------------------------------------------------------------------------
+
+def wide(preset, x, bands, blocks):
+    """Codes a byte each, and scales, of elements that are E4M3."""
+    kind = "f32" if x.dtype == np.float32 else "bf16"
+    rows, cols = x.shape
+    out = tool("quantize", preset, kind, "none", rows, cols, data=x.tobytes())
+    codes, scales, _ = np.split(out, [rows * cols, rows * cols + bands * blocks])
+    return codes.reshape(rows, cols), scales.reshape(bands, blocks)
+
+
+def e4m3_midpoints():
+    v = e4m3_values()
+    return (v[1:] + v[:-1]) / 2
+
+
+def fp8_values(dtype, exponents, seed=3):
+    """As values(), with midpoints of E4M3 under powers of two."""
+    x = values(dtype, exponents, block=32, seed=seed).astype(np.float64)
+    rng = np.random.default_rng(seed)
+    level = 2.0 ** np.floor(np.log2(rows_amax(x.astype(np.float32)).astype(np.float64) / 448))
+    near = rng.choice(e4m3_midpoints(), x.shape) * rng.choice([-1, 1], x.shape) * level
+    pick = rng.integers(0, 3, x.shape) == 0
+    return np.where(pick & (np.abs(near) <= rows_amax(x.astype(np.float32))), near, x).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["floor", "even", "ceil", "rceil"])
+@pytest.mark.parametrize("exponents", RANGES)
+def test_torchao_mxfp8(dtype, mode, exponents):
+    torch = pytest.importorskip("torch")
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = fp8_values(dtype, exponents)
+    scales, codes = mx.to_mx(torch_of(x), torch.float8_e4m3fn, 32,
+                             getattr(mx.ScaleCalculationMode, mode.upper()))
+    codes = bytes_of(codes).reshape(ROWS, COLS)
+    scales = bytes_of(scales).reshape(ROWS, -1)
+    ours = wide(f"mxfp8-{mode}", x, ROWS, COLS // 32)
+    clear = np.ones(scales.shape, bool)
+    if mode == "rceil" and dtype == np.float32:
+        # Its FP32 logarithm takes an amax an ulp above 448 * 2^k for 448 * 2^k.
+        amax = rows_amax(x.reshape(ROWS, -1, 32))[..., 0].astype(np.float64)
+        level = np.log2(np.where(amax > 0, amax, 448) / 448)
+        clear = (level - np.floor(level) > 1e-5) | (level == np.floor(level))
+        assert clear.mean() > 0.99
+    same(ours[1][clear], scales[clear], "scales")
+    clear = np.repeat(clear, 32, axis=1)
+    same(ours[0][clear], np.where(codes == 0x80, 0, codes)[clear], "codes")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponents", RANGES)
+@pytest.mark.parametrize("preset,rows,cols", [("fp8-row", 512, 2048), ("fp8", 512, 2048),
+                                              ("fp8", 300, 200), ("fp8", 5, 48)])
+def test_fp8_equals_ml_dtypes_under_powers_of_two(dtype, exponents, preset, rows, cols):
+    x = np.ascontiguousarray(fp8_values(dtype, exponents)[:rows, :cols])
+    high = 1 if preset == "fp8-row" else 128
+    bands, blocks = -(-rows // high), -(-cols // 128)
+    ours = wide(preset, x, bands, blocks)
+    f64 = x.astype(np.float64)
+    for i in range(bands):
+        for j in range(blocks):
+            at = np.s_[i * high:(i + 1) * high, j * 128:(j + 1) * 128]
+            amax = np.abs(f64[at]).max()
+            if amax == 0:
+                assert ours[1][i, j] == 0 and not ours[0][at].any()
+                continue
+            mantissa, exponent = np.frexp(amax / 448)  # exact: ceil(log2) from the parts
+            e = int(exponent) - (mantissa == 0.5)
+            assert ours[1][i, j] == e + 127
+            theirs = np.clip(f64[at] / 2.0**e, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            theirs = theirs.view(np.uint8)
+            same(ours[0][at], np.where(theirs == 0x80, 0, theirs), f"codes of block {i}, {j}")
+
+
 def without_negative_zero(packed):
     packed = np.where(packed & 0x0F == 0x08, packed & 0xF0, packed)
     return np.where(packed & 0xF0 == 0x80, packed & 0x0F, packed)

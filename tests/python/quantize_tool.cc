@@ -55,19 +55,27 @@ TensorView<T, 2> matrix(std::vector<T>& data, std::int64_t rows, std::int64_t co
 
 struct Packed {
   Packed(const Quantizer& rule, std::int64_t rows, std::int64_t cols)
-      : codes(static_cast<std::size_t>(rows * cols / 2)),
-        scales(static_cast<std::size_t>(rows * cols / rule.block)),
+      : codes(static_cast<std::size_t>(rows * rule.code_bytes(cols))),
+        scales(static_cast<std::size_t>(rule.scale_rows(rows) * rule.scale_cols(cols))),
         global(static_cast<std::size_t>(rows)),
-        view{matrix(codes, rows, cols / 2),
-             matrix(scales, rows, cols / rule.block),
+        view{matrix(codes, rows, rule.code_bytes(cols)),
+             matrix(scales, rule.scale_rows(rows), rule.scale_cols(cols)),
              {global.data(), {rows}, {1}, {}}} {}
   Bytes codes, scales;
   std::vector<float> global;
   PackedView<std::uint8_t> view;
 };
 
-/// The preset, or "PRESET/mae" and "PRESET/mse": with four over six.
+/// The preset, or "PRESET/mae" and "PRESET/mse": with four over six;
+/// `mxfp8-even`, and `fp8-row` for what `fp8` makes of activations, beside the presets.
 Quantizer rule_of(const std::string& name, const std::string& global) {
+  if (name == "fp8-row") return contracts::format("fp8", contracts::Tensor::kActivation);
+  for (const auto& [known, mx] : {std::pair("mxfp8-floor", MxRule::kFloor),
+                                  {"mxfp8-even", MxRule::kEven},
+                                  {"mxfp8-ceil", MxRule::kCeil},
+                                  {"mxfp8-rceil", MxRule::kRceil}}) {
+    if (name == known) return contracts::format("mxfp8", contracts::Tensor::kActivation, mx);
+  }
   const std::string preset = name.substr(0, name.find('/'));
   Quantizer rule = contracts::preset(preset, 1).weight;
   if (name != preset) {
@@ -124,8 +132,8 @@ void run(const std::vector<std::string>& args) {
   }
   const Quantizer rule = rule_of(args.at(1), verb == "ggml" ? "none" : args.at(2));
   Packed packed(rule, rows, cols);
-  packed.codes = take<std::uint8_t>(in, at, rows * cols / 2);
-  packed.scales = take<std::uint8_t>(in, at, rows * cols / rule.block);
+  packed.codes = take<std::uint8_t>(in, at, rows * rule.code_bytes(cols));
+  packed.scales = take<std::uint8_t>(in, at, rule.scale_rows(rows) * rule.scale_cols(cols));
   packed.view.codes.data = packed.codes.data();
   packed.view.scales.data = packed.scales.data();
   if (verb == "ggml") {

@@ -220,7 +220,7 @@ float guided(float x, std::uint32_t bit) {
 // All BF16 numbers that round to a finite code, against all that lie within the radius.
 TEST(GuidedE4m3, OneBitIsExactWithinHalfTheNearerGap) {
   std::int64_t pairs = 0;
-  for (int bits = 0x3000; bits < 0x4420; ++bits) {  // 2^-31 to 640
+  for (int bits = 0x3500; bits < 0x4420; bits += bits < 0x3A00 ? 16 : 1) {  // 2^-21 to 640
     const auto roll = static_cast<Bf16>(static_cast<std::uint16_t>(bits));
     const float x = to_float(roll);
     const E4m3 code = to_e4m3(x);
@@ -231,9 +231,9 @@ TEST(GuidedE4m3, OneBitIsExactWithinHalfTheNearerGap) {
         ASSERT_EQ(guided(to_float(other), bits_of(code) & 1u), to_float(code))
             << x << " and " << to_float(other);
         ++pairs;
-        // Below 2^-20 numbers are as good as zero: one of each binade, so that the test is short.
-        const bool tiny = std::abs(to_float(other)) < 0x1p-20f;
-        other = step(other, direction * (tiny ? 128 : 1));
+        // Near zero some of each binade will do.
+        const bool tiny = std::abs(to_float(other)) < 0x1p-12f;
+        other = step(other, direction * (tiny ? 32 : 1));
       }
     }
   }
@@ -264,10 +264,10 @@ TEST(MxResidue, FindsTheByteOfEveryMaximumThatDriftedByLessThanTwo) {
        {kMxfp8, e4m3(32, 1, ScaleRule::kMxFloor), e4m3(32, 1, ScaleRule::kMxEven),
         e4m3(32, 1, ScaleRule::kMxCeil), mx_rule(ScaleRule::kMxFloor), mx_rule(ScaleRule::kMxEven),
         mx_rule(ScaleRule::kMxCeil), mx_rule(ScaleRule::kMxRceil)}) {
-    for (int bits = 0x80; bits < 0x7F80; ++bits) {
+    for (int bits = 0x80; bits < 0x7F80; bits += 3) {
       const float amax = to_float(static_cast<Bf16>(static_cast<std::uint16_t>(bits)));
       const std::uint8_t byte = scale_byte(rule, amax, {});
-      for (const float drift : {0.501f, 0.9f, 1.0f, 1.1f, 1.99f}) {
+      for (const float drift : {0.501f, 0.9f, 1.1f, 1.99f}) {
         if (!is_finite(amax * drift) || amax * drift < kFloatMinNormal) continue;
         const std::uint8_t own = scale_byte(rule, amax * drift, {});
         ASSERT_EQ(mx_byte_of_residue(rule, byte & 3u, own), byte) << amax << " * " << drift;
@@ -301,6 +301,7 @@ struct Pair {
   std::vector<std::uint8_t> records(Guidance mode) {
     const RowLayout kept = layout(mode);
     std::vector<std::uint8_t> bytes(static_cast<std::size_t>(rows / slots * kept.bytes()));
+    if (bytes.empty()) return bytes;  // a fixed scale leaves nothing to record
     std::vector<std::uint8_t> codes(roll.size());
     std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * rule.scale_cols(cols)));
     quantize({.x = matrix(roll, rows, cols),

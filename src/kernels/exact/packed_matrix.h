@@ -40,11 +40,25 @@ struct Packed {
         block(block),
         codes(static_cast<std::size_t>(rows * cols / 2), 0x88),
         scales(static_cast<std::size_t>(rows * cols / block), 0x7F),
-        global(static_cast<std::size_t>(rows), -1.0f) {}
+        global(static_cast<std::size_t>(rows), -1.0f),
+        bands(rows),
+        code_cols(cols / 2),
+        scale_cols(cols / block) {}
+
+  Packed(std::int64_t rows, std::int64_t cols, const Quantizer& rule)
+      : rows(rows),
+        cols(cols),
+        block(rule.block),
+        codes(static_cast<std::size_t>(rows * rule.code_bytes(cols)), 0x88),
+        scales(static_cast<std::size_t>(rule.scale_rows(rows) * rule.scale_cols(cols)), 0x7F),
+        global(static_cast<std::size_t>(rows), -1.0f),
+        bands(rule.scale_rows(rows)),
+        code_cols(rule.code_bytes(cols)),
+        scale_cols(rule.scale_cols(cols)) {}
 
   PackedView<std::uint8_t> view() {
-    return {matrix(codes, rows, cols / 2),
-            matrix(scales, rows, cols / block),
+    return {matrix(codes, rows, code_cols),
+            matrix(scales, bands, scale_cols),
             {global.data(), {rows}, {1}, {}}};
   }
   std::uint8_t code(std::int64_t row, std::int64_t col) const {
@@ -55,6 +69,7 @@ struct Packed {
   std::int64_t rows, cols, block;
   std::vector<std::uint8_t> codes, scales;
   std::vector<float> global;
+  std::int64_t bands, code_cols, scale_cols;  // rows of scales, bytes of a row of either
 };
 
 inline float normal(std::uint64_t seed, std::uint64_t i) {
