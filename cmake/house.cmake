@@ -125,8 +125,5 @@ function(lockstep_tests)
     # 5: pytest found no test, that is all of a file's were skipped.
     set_tests_properties(py.${name} PROPERTIES TIMEOUT 1200 SKIP_RETURN_CODE 5
                          ENVIRONMENT "LOCKSTEP_BUILD=${PROJECT_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
-    if(python MATCHES "/nightly/")  # long ones: ./lockstep test --all
-      set_tests_properties(py.${name} PROPERTIES LABELS nightly)
-    endif()
   endforeach()
 endfunction()
