@@ -160,9 +160,31 @@ TEST_F(Loop, ArmsAreValues) {
   // where nothing has drifted.
   for (const char* apart : {"naive", "w4a16", "quads", "qurl"})
     EXPECT_GT(gap[apart], 1e-3) << apart;
-  for (const char* close : {"bf16", "w4a4", "qerl", "trace", "trace_mod4", "trace_full"}) {
+  for (const char* apart : {"mxfp4_naive", "mxfp4_w4a8_naive"})
+    EXPECT_GT(gap[apart], 1e-3) << apart;
+  for (const char* apart : {"fp8_naive", "fp8"}) EXPECT_GT(gap[apart], 3e-4) << apart;
+  for (const char* close :
+       {"bf16", "w4a4", "qerl", "trace", "trace_mod4", "trace_full", "mxfp4_qat", "mxfp4_trace",
+        "mxfp4_w4a8_qat", "mxfp4_w4a8_trace", "jet_rl", "fp8_trace"}) {
     EXPECT_LT(gap[close], 1e-4) << close;
   }
+}
+
+TEST_F(Loop, R55_FlipsOfTheCacheAreCountedApartFromThoseOfInputs) {
+  Arm arm = arm_of("fp8_naive");
+  arm.guide.audit_every = 1;
+  run(arm, "both");
+  const std::string both = metrics("both");
+  EXPECT_GT(last(both, "fp4/kv/flip_frac"), 0);
+  EXPECT_GT(last(both, "fp4/act/flip_frac"), 0);
+  arm.contract.k = arm.contract.v = Quantizer{};
+  arm.contract.kv_exponents.clear();
+  run(arm, "inputs");
+  EXPECT_EQ(metrics("inputs").find("fp4/kv/flip_frac"), std::string::npos);
+  EXPECT_GT(last(metrics("inputs"), "fp4/act/flip_frac"), 0);
+  // The cache adds to the gap that the products leave.
+  EXPECT_GT(last(both.substr(0, both.find('\n')), kGap),
+            last(metrics("inputs").substr(0, metrics("inputs").find('\n')), kGap));
 }
 
 TEST_F(Loop, SamplesShareTheirPromptsRecords) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -109,11 +110,16 @@ void expect_as_read(const Quantizer& rule, std::int64_t rows, std::int64_t cols,
   Coded coded(rule, x, rows);
   const std::vector<Bf16> values = coded.values();
   const std::int64_t across = rule.is_mx() ? rule.block : cols;
+  std::map<std::pair<std::int64_t, std::int64_t>, double> found;  // amax of a block, once
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {
       const std::int64_t top = r / rule.block_rows * rule.block_rows, left = c / across * across;
-      const double amax = amax_of(x, cols, top, std::min(rows, top + rule.block_rows), left,
-                                  std::min(cols, left + across));
+      const auto [at_block, fresh] = found.try_emplace({top, left}, 0.0);
+      if (fresh) {
+        at_block->second = amax_of(x, cols, top, std::min(rows, top + rule.block_rows), left,
+                                   std::min(cols, left + across));
+      }
+      const double amax = at_block->second;
       double scale = std::ldexp(1.0, kExponent);
       if (rule.is_mx()) {
         const std::uint8_t byte = coded.scales[static_cast<std::size_t>(
