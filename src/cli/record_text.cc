@@ -95,7 +95,7 @@ const char* encoding_name(Encoding encoding) {
 std::string record_text(const RowLayout& layout, std::span<const std::byte> row) {
   std::string text = encoding_name(layout.encoding);
   const bool codes = layout.encoding == Encoding::kCodes || layout.encoding == Encoding::kCodes8;
-  if (layout.block == 0) {
+  if (layout.block == 0 && layout.encoding != Encoding::kBf16) {
     text += cat(
         {": ", layout.width, " elements whose scale stands in the contract\n ", codes ? "" : " "});
     for (std::int32_t i = 0; i < layout.width; ++i) text += element_text(layout, row, i);
