@@ -140,7 +140,8 @@ std::vector<float> rounded(const Row& row, Guidance guidance) {
       {.codes = bytes,
        .scales = bytes + scales,
        .cols = cols,
-       .exponent = static_cast<std::int8_t>(row.full.exponents > 0 ? bytes[exponents] : 0)},
+       .exponent = static_cast<std::int8_t>(row.full.exponents > 0 ? bytes[exponents] : 0),
+       .wide = row.rule.is_wide()},
       0, layout, record.data());
   std::vector<Bf16> out(row.x.size());
   kernels::guide({.x = {row.x.data(), {1, cols}, {cols, 1}},
