@@ -126,6 +126,13 @@ TEST_F(GapTest, ArmsKeepTheirOrderAtNaturalDrift) {
     EXPECT_LT(gap[arm], gap["w4a4"]) << arm;
   }
   EXPECT_LE(gap["forced + w2_in"], 1.5 * gap["bf16"]);
+  for (const std::string family : {"mxfp4", "mxfp4_w4a8"}) {
+    EXPECT_LT(gap[family + "_qat"], gap[family + "_naive"] / 3) << family;
+    EXPECT_LT(gap[family + "_trace"], gap[family + "_qat"]) << family;
+  }
+  // Products imitated and the cache not: FP8's gap is the cache's.
+  EXPECT_LT(gap["jet_rl"], gap["fp8"] / 10);
+  EXPECT_LT(gap["fp8_trace"], gap["jet_rl"]);
 }
 
 }  // namespace
