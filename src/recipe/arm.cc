@@ -127,9 +127,12 @@ ArmSpec qurl() {
   return arm;
 }
 
+/// The preset that is nearest, for what shows a contract's name; the formats stand by themselves,
+/// so that contract.mx_rule has its say.
 ArmSpec in_formats(ArmSpec arm, const char* name, const char* weights, const char* activations,
                    const char* kv) {
   arm.name = name;
+  arm.contract = std::string_view(weights) == "fp8" ? "fp8" : "mx-rceil";
   arm.contract_weights = weights;
   arm.contract_activations = activations;
   arm.contract_kv = kv;
