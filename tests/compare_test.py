@@ -55,7 +55,7 @@ def same(a, b):
     return [strip(x) for x in a] == [strip(x) for x in b]
 
 
-def test_killed_comparison_goes_on(tmp_path):
+def test_R65_killed_comparison_goes_on(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     whole = run(compare(tmp_path / "a"))
@@ -117,6 +117,9 @@ def test_killed_comparison_goes_on(tmp_path):
     other = run([*compare(tmp_path / "a"), "trainer.lr=0.5"])
     assert other.returncode == 2 and "trainer.lr" in other.stderr
     assert "naive/seed_1" in other.stderr and len(other.stderr.splitlines()) == 1
+    # R63: another set of quantized layers is refused, whichever verb goes on with a run.
+    other = run([*compare(tmp_path / "a"), "contract.layers=1-5"])
+    assert other.returncode == 2 and "contract.layers" in other.stderr
 
 
 @pytest.mark.parametrize("text, args, words", [

@@ -14,7 +14,7 @@ def lockstep(*args):
                           env={**os.environ, "LOCKSTEP_HOME": str(ROOT)})
 
 
-def test_a_runs_gap_is_split_and_shown(tmp_path):
+def test_R92_R93_a_runs_gap_is_split_by_replaying_a_batch_on_both_sides(tmp_path):
     run = tmp_path / "run"
     done = lockstep("train", "recipes/demo.toml", "arm=trace", "drift.noise=0", "schedule.steps=1",
                     "schedule.prompts=2", "schedule.samples=2", "eval.prompts=0", "--run", run)
