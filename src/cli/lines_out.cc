@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/interrupt.h"
 
 namespace lockstep::cli {
 
@@ -14,6 +15,7 @@ LinesOut::LinesOut(const std::string& path) : path_(path) {
     throw Error(cat({"--out is '", path, "', a folder; name a file"}));
   }
   part_ = cat({path, ".", ::getpid(), ".part"});
+  on_interrupt_remove(part_);
   file_.open(part_, std::ios::binary);
   if (!file_) {
     throw Error(
@@ -26,6 +28,7 @@ LinesOut::~LinesOut() {
   file_.close();
   std::error_code ignored;
   std::filesystem::remove(part_, ignored);
+  on_interrupt_remove("");
 }
 
 void LinesOut::line(const std::string& text) {
@@ -40,6 +43,7 @@ void LinesOut::commit() {
   if (!file_) throw Error(cat({"--out: no room for ", path_.string(), "; nothing was left of it"}));
   std::filesystem::rename(part_, path_);
   part_.clear();
+  on_interrupt_remove("");
 }
 
 std::string LinesOut::where() const { return path_.empty() ? "" : " to " + path_.string(); }

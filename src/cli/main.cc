@@ -9,6 +9,7 @@
 
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/interrupt.h"
 #include "cli/log.h"
 #include "cli/verbs.h"
 
@@ -286,7 +287,10 @@ const char* const kOfTheScript =
     "  test [--all]                every test that this machine can run; --all: the long ones too\n"
     "  bench                       every benchmark\n\n"
     "Each verb has its own --help. Variables: LOCKSTEP_PYTHON, a Python whose torch is used;\n"
-    "LOCKSTEP_BUILD, the build folder; LOCKSTEP_THREADS, how many threads work.\n";
+    "LOCKSTEP_BUILD, the build folder; LOCKSTEP_THREADS, how many threads work.\n"
+    "Exit status: 0, done; 1, it failed; 2, the command line or a recipe is at fault; 130 and "
+    "143,\n"
+    "interrupted by SIGINT and SIGTERM.\n";
 
 int run(int argc, char** argv) {
   CLI::App app(
@@ -334,6 +338,7 @@ int run(int argc, char** argv) {
 }  // namespace lockstep::cli
 
 int main(int argc, char** argv) {
+  lockstep::cli::catch_interrupts();
   try {
     return lockstep::cli::run(argc, argv);
   } catch (const lockstep::cli::Usage& wrong) {

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/text.h"
+#include "cli/interrupt.h"
 #include "cli/log.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
@@ -62,6 +63,7 @@ class Training {
         trainer_(agreement_, arm_.qat, recipe_.trainer, Device{}, *comm_) {
     load(sync::Rescaled(*policy_.weights, arm_.sync.uaq_scale), trainer_.initial_weights());
     run_dir_.begin(recipe::resolved(recipe_, arm_.contract.id()));
+    on_interrupt_say("the same command goes on from the last checkpoint");
     if (arm_.rl.kl_weight > 0) {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
       Agreement plain = agreement_;

@@ -45,6 +45,16 @@ void rename(Metrics& metrics, const std::string& from, const std::string& to) {
 
 }  // namespace
 
+void load_state(Loop& loop, std::int64_t step) {
+  const std::filesystem::path folder = loop.run_dir.checkpoint(step);
+  try {
+    loop.trainer.load(folder / "training_state");
+  } catch (const Error& error) {
+    throw Error(cat({error.what(), "; delete ", folder.string(),
+                     " to go on from the checkpoint before it, or give this run another name"}));
+  }
+}
+
 void forget_records(store::Store& store) {
   std::vector<SpanId> spans;
   for (const Span& span : store.spans()) spans.push_back(span.id);

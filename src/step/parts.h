@@ -10,6 +10,10 @@
 
 namespace lockstep::step {
 
+/// The trainer's state after that step, from its checkpoint. Throws Error with what to do where it
+/// is damaged.
+void load_state(Loop& loop, std::int64_t step);
+
 /// Gives up what an interrupted run left: its steps begin anew.
 void forget_records(store::Store& store);
 

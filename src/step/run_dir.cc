@@ -87,7 +87,8 @@ std::size_t length_of(const std::string& lines, std::int64_t step, const fs::pat
     if (!read.is_object() || !read.contains("step") || read["step"] != n) {
       throw Error(cat({path.string(), ":", n, " is not the metrics of step ", n,
                        ", and the newest checkpoint is of step ", step,
-                       "; mend that line, or give the run another name"}));
+                       "; mend that line, delete checkpoints/step_", step,
+                       ", or give the run another name"}));
     }
     at = end + 1;
   }

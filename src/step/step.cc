@@ -119,7 +119,7 @@ void run(Loop loop) {
   // Prompts, seeds and noise follow from the step's number, and records live for one step: the
   // state of a run is the trainer's.
   const std::int64_t first = loop.run_dir.resume();
-  if (first > 0) loop.trainer.load(loop.run_dir.checkpoint(first) / "training_state");
+  if (first > 0) load_state(loop, first);
   sync_weights(loop, first);
   forget_records(loop.store);
 
