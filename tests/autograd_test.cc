@@ -6,6 +6,7 @@
 
 #include "ops/torch.h"
 #include "rl/objective.h"
+#include "rl/surrogate.h"
 
 namespace lockstep {
 namespace {
@@ -210,6 +211,90 @@ TEST_P(Autograd, AcrUnderTis) {
                .aggregation = GetParam(),
                .sum_length = 40},
               loss, c.old_logp, loss.item<double>());
+}
+
+TEST_P(Autograd, ScoreCentering) {
+  constexpr int kTop = 8;
+  constexpr double kCap = 1.5;
+  Case c;
+  // The rollout's policy is near the trainer's; the head is its likeliest quarter.
+  const at::Tensor all = c.logits.log_softmax(-1);
+  const at::Tensor rollout =
+      (c.logits + 0.5 * torch::randn_like(c.logits)).log_softmax(-1).detach();
+  const auto [q_top, head] = rollout.topk(kTop, -1);
+  const at::Tensor top = all.gather(-1, head);
+  for (int i = 0; i < kG; ++i) {
+    Trajectory& t = c.trajectories[static_cast<std::size_t>(i)];
+    t.top_logp = floats(q_top[i]);
+    for (const float token : floats(head[i].to(at::kFloat))) {
+      t.top_tokens.push_back(static_cast<Token>(token));
+    }
+  }
+  const at::Tensor p = top.exp(), q = q_top.exp();
+  const at::Tensor tail = (1 - q.sum(-1, true)) / (1 - p.sum(-1, true));
+  const at::Tensor alpha = (kCap * tail).clamp_max(1);
+  const at::Tensor center = (torch::min(p, kCap * q) - alpha * p).detach();
+  const at::Tensor weight = (c.now - c.rolled).exp().clamp_max(kCap).detach();
+  const at::Tensor loss =
+      c.aggregate(-c.advantage * (weight * c.now - (center * top).sum(-1)), GetParam(), 40);
+
+  const auto comm = Comm::single();
+  rl::Objective objective({.surrogate = rl::Surrogate::kScoreCentering,
+                           .correction = rl::Correction::kNone,
+                           .correction_cap = kCap,
+                           .aggregation = GetParam(),
+                           .sum_length = 40},
+                          {.trajectories = c.trajectories,
+                           .rewards = c.rewards,
+                           .old_logp = c.old_logp,
+                           .group_size = kG},
+                          *comm);
+  std::vector<float> slope(kG * kT), top_slope(kG * kT * kTop);
+  double value = 0;
+  for (std::size_t i = 0; i < kG; ++i) {
+    const std::vector<float> now = floats(c.now[static_cast<int>(i)]);
+    const std::vector<float> tops = floats(top[static_cast<int>(i)]);
+    value += objective(i, {now, tops},
+                       {std::span(slope).subspan(i * kT, kT),
+                        std::span(top_slope).subspan(i * kT * kTop, kT * kTop)});
+  }
+  EXPECT_NEAR(value, loss.item<double>(), 1e-6);
+  ((c.now * torch::from_blob(slope.data(), {kG, kT})).sum() +
+   (top * torch::from_blob(top_slope.data(), {kG, kT, kTop})).sum())
+      .backward({}, /*retain_graph=*/true);
+  const at::Tensor ours = c.logits.grad().clone();
+  c.logits.mutable_grad().zero_();
+  loss.backward();
+  EXPECT_TRUE(torch::allclose(ours, c.logits.grad(), 1e-4, 1e-8));
+  EXPECT_GT(ours.abs().max().item<double>(), 1e-4);
+}
+
+TEST(ScoreCentering, ScoresHaveNoMeanUnderTheRollout) {
+  // Over all tokens y of the vocabulary, q_y times the gradient of their terms is zero where the
+  // head is everything; without the centre it is not.
+  torch::manual_seed(1);
+  const at::Tensor logits = torch::randn({kV}).set_requires_grad(true);
+  const at::Tensor log_p = logits.log_softmax(-1);
+  const at::Tensor log_q = (logits.detach() + torch::randn({kV})).log_softmax(-1);
+  const std::vector<float> p = floats(log_p), q = floats(log_q);
+  for (const bool centred : {true, false}) {
+    std::vector<float> slope(kV), top(kV);
+    for (std::size_t y = 0; y < kV; ++y) {
+      std::vector<float> dtop(kV);
+      const double mass = std::exp(q[y]);
+      const rl::Term term = rl::centered_score(1.2, mass, p[y], q[y], {p, q}, dtop);
+      slope[y] += static_cast<float>(term.slope);
+      for (std::size_t v = 0; centred && v < kV; ++v) slope[v] += dtop[v];
+    }
+    if (logits.grad().defined()) logits.mutable_grad().zero_();
+    log_p.backward(torch::from_blob(slope.data(), {kV}), /*retain_graph=*/true);
+    const double most = logits.grad().abs().max().item<double>();
+    if (centred) {
+      EXPECT_LT(most, 1e-6);
+    } else {
+      EXPECT_GT(most, 1e-3);
+    }
+  }
 }
 
 TEST_P(Autograd, EveryKlEstimatorOnAndOffPolicy) {

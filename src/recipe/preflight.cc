@@ -170,6 +170,13 @@ void check_rl(const Recipe& r, const Arm& arm) {
         "rl.bypass is true and rl.correction is not none: the drift would be counted twice; "
         "set rl.correction = \"none\", or rl.bypass = false");
   }
+  if (r.rl.surrogate == rl::Surrogate::kScoreCentering &&
+      (r.rl.correction != rl::Correction::kNone || r.schedule.sampling.top_logprobs == 0)) {
+    throw Error(
+        "rl.surrogate is score_centering, which weighs by the rollout's log-probs itself and needs "
+        "those of the likeliest tokens; set rl.correction = \"none\" and rollout.top_logprobs, "
+        "128 is usual");
+  }
   if (r.rl.surrogate == rl::Surrogate::kAcr && r.rl.correction != rl::Correction::kTis) {
     throw Error(
         "rl.surrogate is acr, whose clip widens by what truncation took, and rl.correction is not "
@@ -215,6 +222,10 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
     throw Error(cat({"rollout.max_new_tokens is ", sampling.max_new_tokens,
                      ", and the model reads at most ", model.max_positions,
                      " tokens with the prompt; lower it"}));
+  }
+  if (sampling.top_logprobs > model.vocabulary) {
+    throw Error(cat({"rollout.top_logprobs is ", sampling.top_logprobs, " of a vocabulary of ",
+                     model.vocabulary, " tokens; take as many at most"}));
   }
   const Budget b = budget(r, arm, model);
   const std::int64_t longest = std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;

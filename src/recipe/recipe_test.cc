@@ -200,6 +200,13 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("arm = \"trace\"\n[residual]\nkind = \"dense\"\n[qat]\nresidual = true"),
             "");
   EXPECT_EQ(contradiction("arm = \"quads\"\n[residual]\nscope = \"static\"\npermille = 125"), "");
+  EXPECT_NE(contradiction("[rl]\nsurrogate = \"score_centering\"\ncorrection = \"none\""), "");
+  EXPECT_NE(contradiction("[rl]\nsurrogate = \"score_centering\"\n[rollout]\ntop_logprobs = 8"),
+            "");
+  EXPECT_NE(contradiction("[rollout]\ntop_logprobs = 65"), "");
+  EXPECT_EQ(contradiction("[rl]\nsurrogate = \"score_centering\"\ncorrection = \"none\"\n"
+                          "[rollout]\ntop_logprobs = 64"),
+            "");
   EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01"), "");
   EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01\nnoise_end = 1e-4\nnoise_stages = 1"), "");
   EXPECT_NE(contradiction("arm = \"qurl\"\n[rl]\nbypass = true\ncorrection = \"none\""), "");

@@ -47,6 +47,7 @@ struct Sampling {
   float top_p = 1.0f;
   std::int32_t top_k = 0;  // 0: all
   std::int32_t max_new_tokens = 1024;
+  std::int32_t top_logprobs = 0;  // k: the likeliest tokens of every draw are kept with it; 0: none
 };
 
 enum class Finish : std::uint8_t { kNone, kStop, kLength, kAborted };
@@ -61,6 +62,27 @@ struct Trajectory {
   Sampling sampling{};
   Finish finish = Finish::kNone;
   std::int32_t rewritten_from = -1;  // a foreign engine computed again from here; -1: it did not
+
+  // [T, k] the k likeliest tokens at each draw, in falling order, and the rollout's log-probs of
+  // them; 0 where response_mask is 0. Empty: the engine was not asked.
+  std::vector<Token> top_tokens{};
+  std::vector<float> top_logp{};
+  std::size_t top_count() const { return tokens.empty() ? 0 : top_tokens.size() / tokens.size(); }
+};
+
+/// Log-probs of a trajectory's own tokens, [T], as a span; and beside them those of its top tokens.
+struct LogProbs : std::span<const float> {
+  using std::span<const float>::span;
+  LogProbs(std::span<const float> own, std::span<const float> top = {})
+      : std::span<const float>(own), top(top) {}
+  std::span<const float> top{};  // [T, k] of Trajectory::top_tokens; empty where there are none
+};
+
+/// What a loss writes: its derivative by each of them.
+struct Slopes : std::span<float> {
+  using std::span<float>::span;
+  Slopes(std::span<float> own, std::span<float> top = {}) : std::span<float>(own), top(top) {}
+  std::span<float> top{};  // [T, k]
 };
 
 /// One number a token: values[trajectory][position], 0 where response_mask is 0.

@@ -11,6 +11,7 @@
 #include "rl/batch.h"
 #include "rl/correction.h"
 #include "rl/options.h"
+#include "rl/surrogate.h"
 
 namespace lockstep::rl {
 
@@ -26,7 +27,7 @@ class Objective {
   const std::vector<std::size_t>& live() const { return live_; }
 
   /// The loss of trajectory i and its derivative: a train::TokenLoss.
-  double operator()(std::size_t i, std::span<const float> logp, std::span<float> dlogp);
+  double operator()(std::size_t i, const LogProbs& logp, const Slopes& dlogp);
 
   /// What the update saw: loss, clip fractions, KL to the old policy, masked tokens. Collective.
   Metrics metrics(Comm& comm) const;
@@ -37,6 +38,8 @@ class Objective {
            dropped = 0;
   };
   void set_denominators(Comm& comm);
+  Term centered(std::size_t i, std::size_t p, double w, const LogProbs& logp,
+                const Slopes& dlogp) const;
   double mean_log_ratio(std::size_t i, std::span<const float> logp) const;
 
   Options options_;

@@ -15,6 +15,9 @@ enum class Surrogate : std::uint8_t {
   kCispo,  // -clip(r) A log pi, the clipped ratio without gradient
   kTbpo,   // GSPO's ratio; A < 0: nothing outside the band
   kAcr,    // PPO whose upper clip follows the truncated correction (QuRL)
+  /// -A (min(rho, cap) log pi - sum over the top tokens of c_v log pi_v), rho = pi / pi_roll: the
+  /// truncated score less its mean under the rollout, which truncation moves from zero.
+  kScoreCentering,
 };
 
 /// What stands between the rollout's policy and the update (methods.md 4.3): a weight from

@@ -43,8 +43,32 @@ Term surrogate(const Options& options, double log_r, double w, float logp, doubl
       const double truncated = std::min(1.0, options.correction_cap / rho);
       return ppo(options, log_r, w, upper / truncated);
     }
+    case Surrogate::kScoreCentering: break;  // centered_score()
   }
   return {};
+}
+
+Term centered_score(double cap, double w, float logp, float rollout_logp, const TopTokens& top,
+                    std::span<float> dtop) {
+  if (std::isnan(rollout_logp)) return {-w * logp, -w, false};
+  const double rho = ratio(logp, rollout_logp);
+  const double weight = std::min(rho, cap);
+  Term term = {-w * weight * logp, -w * weight, rho > cap};
+  double p_tail = 1, q_tail = 1;
+  for (std::size_t v = 0; v < top.trainer.size(); ++v) {
+    p_tail -= std::exp(static_cast<double>(top.trainer[v]));
+    q_tail -= std::exp(static_cast<double>(top.rollout[v]));
+  }
+  // Without a tail on the trainer's side, but for rounding, the head's scores sum to nothing.
+  const double alpha = p_tail > 1e-6 ? std::min(1.0, cap * std::max(q_tail, 0.0) / p_tail) : 1.0;
+  for (std::size_t v = 0; v < top.trainer.size(); ++v) {
+    const double log_p = top.trainer[v];
+    const double p = std::exp(log_p), q = std::exp(static_cast<double>(top.rollout[v]));
+    const double c = std::min(p, cap * q) - alpha * p;
+    term.value += w * c * log_p;
+    dtop[v] = static_cast<float>(w * c);
+  }
+  return term;
 }
 
 Term kl_penalty(const Options& options, double x, double log_roll) {

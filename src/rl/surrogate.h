@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "rl/options.h"
 
 namespace lockstep::rl {
@@ -15,6 +17,20 @@ struct Term {
 /// log-ratio where the surrogate is a sequence's; `w` is advantage times whatever weighs the token,
 /// so its sign is the advantage's; `rho` is pi_old / pi_roll, which kAcr reads.
 Term surrogate(const Options& options, double log_r, double w, float logp, double rho);
+
+/// Log-probs of one position's top tokens H on both sides.
+struct TopTokens {
+  std::span<const float> trainer;  // log p
+  std::span<const float> rollout;  // log q
+};
+
+/// Score Centering of one token y, with C = `cap` and p, q the trainer's and the rollout's policy:
+///   -w (min(p_y / q_y, C) log p_y - sum over H of c_v log p_v),
+///   c_v = min(p_v, C q_v) - alpha p_v,  alpha = min(1, C (1 - sum q) / (1 - sum p)),
+/// the factors without gradient; without q_y (a NaN) -w log p_y. Writes the slopes by log p_v to
+/// `dtop`: where y is in H both slopes are its.
+Term centered_score(double cap, double w, float logp, float rollout_logp, const TopTokens& top,
+                    std::span<float> dtop);
 
 /// Whether log_r is the mean over the response: GSPO and TBPO.
 constexpr bool is_sequence_level(Surrogate s) {

@@ -32,6 +32,25 @@ struct Wanted {
   Sequence* sequence = nullptr;
   std::int32_t position = 0;
   std::size_t first_choice = 0;  // of one a fork, else of one
+  std::size_t first_top = 0;     // of as many top tokens as its sampling asks for
+
+  std::size_t top() const {
+    if (sequence->kind == Sequence::Kind::kScored) return 0;
+    return static_cast<std::size_t>(sequence->trajectory.sampling.top_logprobs);
+  }
+};
+
+/// What rows of logits lead to.
+struct Drawn {
+  std::vector<Choice> choices{};
+  std::vector<Token> top_tokens{};
+  std::vector<float> top_logp{};
+};
+
+/// Of one row.
+struct Top {
+  std::span<const Token> tokens;
+  std::span<const float> logp;
 };
 
 struct Counts {
@@ -78,10 +97,9 @@ struct Engine::Impl {
   void run(const std::vector<Chunk>& chunks);
   Pass build(const std::vector<Chunk>& chunks, std::vector<Wanted>& wanted);
   void open_spans(const std::vector<Chunk>& chunks);
-  std::vector<Choice> draw(const std::vector<Wanted>& wanted, TensorView<const float, 2> logits);
-  void take(const Wanted& wanted, std::span<const Choice> choices,
-            std::vector<Capture::Held>& held);
-  void add_token(Sequence& s, Choice choice, std::vector<Capture::Held>& held);
+  Drawn draw(const std::vector<Wanted>& wanted, TensorView<const float, 2> logits);
+  void take(const Wanted& wanted, const Drawn& drawn, std::vector<Capture::Held>& held);
+  void add_token(Sequence& s, Choice choice, Top top, std::vector<Capture::Held>& held);
   void close_span(Sequence& s, std::vector<Capture::Held>& held);
   void remember(const Sequence& s);
   void finish(Sequence& s, Finish why, std::vector<Capture::Held>& held);
@@ -150,6 +168,8 @@ void Engine::Impl::begin(Sequence& s) {
       mask = 0;
     }
     std::fill(t.rollout_logp.begin(), t.rollout_logp.end(), 0.0f);
+    std::fill(t.top_tokens.begin(), t.top_tokens.end(), Token{0});
+    std::fill(t.top_logp.begin(), t.top_logp.end(), 0.0f);
   }
   s.recorded = 0;
   for (const Span& span : t.path) s.recorded += span.count;
@@ -197,7 +217,7 @@ void Engine::Impl::close_span(Sequence& s, std::vector<Capture::Held>& held) {
 Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& wanted) {
   Pass pass;
   bool all_fresh = true;
-  std::size_t choices = 0;
+  std::size_t choices = 0, top = 0;
   tables.resize(std::max(tables.size(), chunks.size()));
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     Sequence& s = *chunks[i].sequence;
@@ -206,7 +226,8 @@ Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& 
     pass.pages.push_back(tables[i]);
     for (std::int32_t p = chunks[i].first; p < chunks[i].first + chunks[i].count; ++p) {
       if (s.wants(p)) {
-        wanted.push_back({&s, p, choices});
+        wanted.push_back({&s, p, choices, top});
+        top += wanted.back().top();
         pass.wanted.push_back(static_cast<std::int32_t>(pass.rows()));
         choices += static_cast<std::size_t>(std::max(s.forks, 1));
       }
@@ -222,11 +243,14 @@ Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& 
   return pass;
 }
 
-std::vector<Choice> Engine::Impl::draw(const std::vector<Wanted>& wanted,
-                                       TensorView<const float, 2> logits) {
+Drawn Engine::Impl::draw(const std::vector<Wanted>& wanted, TensorView<const float, 2> logits) {
   if (wanted.empty()) return {};
   const auto forks = static_cast<std::size_t>(std::max(wanted.back().sequence->forks, 1));
-  std::vector<Choice> choices(wanted.back().first_choice + forks);
+  const std::size_t top = wanted.back().first_top + wanted.back().top();
+  Drawn drawn = {.choices = std::vector<Choice>(wanted.back().first_choice + forks),
+                 .top_tokens = std::vector<Token>(top),
+                 .top_logp = std::vector<float>(top)};
+  std::vector<Choice>& choices = drawn.choices;
   parallel_for(
       static_cast<std::int64_t>(wanted.size()), 1, [&](std::int64_t first, std::int64_t end) {
         for (std::int64_t row = first; row < end; ++row) {
@@ -241,13 +265,15 @@ std::vector<Choice> Engine::Impl::draw(const std::vector<Wanted>& wanted,
             choices[w.first_choice] = {next, distribution.logp(next)};
             continue;
           }
+          distribution.top(std::span(drawn.top_tokens).subspan(w.first_top, w.top()),
+                           std::span(drawn.top_logp).subspan(w.first_top, w.top()));
           for (std::int32_t i = 0; i < std::max(s.forks, 1); ++i) {
             choices[w.first_choice + static_cast<std::size_t>(i)] =
                 distribution.sample(t.sampling, {s.seed, t.prompt, t.sample + i, w.position + 1});
           }
         }
       });
-  return choices;
+  return drawn;
 }
 
 void Engine::Impl::run(const std::vector<Chunk>& chunks) {
@@ -272,11 +298,9 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
     chunk.sequence->fed += chunk.count;
     if (!chunk.sequence->decodes()) counts.prompt_tokens += chunk.count;
   }
-  const std::vector<Choice> choices = draw(wanted, logits);
+  const Drawn drawn = draw(wanted, logits);
   std::vector<Capture::Held> held;
-  for (const Wanted& w : wanted) {
-    take(w, std::span(choices).subspan(w.first_choice), held);
-  }
+  for (const Wanted& w : wanted) take(w, drawn, held);
   for (const Chunk& chunk : chunks) {
     // Samples and prompts are gone by now if they ended; what is scored ends with its last row.
     const auto it = scheduler.active().find(chunk.order);
@@ -289,14 +313,17 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
 }
 
 /// What a row of logits leads to: a next token, samples that begin, a log-prob.
-void Engine::Impl::take(const Wanted& wanted, std::span<const Choice> choices,
+void Engine::Impl::take(const Wanted& wanted, const Drawn& drawn,
                         std::vector<Capture::Held>& held) {
   Sequence& s = *wanted.sequence;
+  const auto choices = std::span(drawn.choices).subspan(wanted.first_choice);
+  const Top top = {std::span(drawn.top_tokens).subspan(wanted.first_top, wanted.top()),
+                   std::span(drawn.top_logp).subspan(wanted.first_top, wanted.top())};
   switch (s.kind) {
     case Sequence::Kind::kScored:
       s.trajectory.rollout_logp[static_cast<std::size_t>(wanted.position) + 1] = choices[0].logp;
       return;
-    case Sequence::Kind::kSample: add_token(s, choices[0], held); return;
+    case Sequence::Kind::kSample: add_token(s, choices[0], top, held); return;
     case Sequence::Kind::kPrompt: break;
   }
   close_span(s, held);
@@ -304,15 +331,18 @@ void Engine::Impl::take(const Wanted& wanted, std::span<const Choice> choices,
   const std::vector<Sequence*> samples = scheduler.fork(s);
   for (std::size_t i = 0; i < samples.size(); ++i) {
     samples[i]->span = next_span(*samples[i], samples[i]->trajectory.sample);
-    add_token(*samples[i], choices[i], held);
+    add_token(*samples[i], choices[i], top, held);
   }
 }
 
-void Engine::Impl::add_token(Sequence& s, Choice choice, std::vector<Capture::Held>& held) {
+void Engine::Impl::add_token(Sequence& s, Choice choice, Top top,
+                             std::vector<Capture::Held>& held) {
   Trajectory& t = s.trajectory;
   t.tokens.push_back(choice.token);
   t.response_mask.push_back(1);
   t.rollout_logp.push_back(choice.logp);
+  t.top_tokens.insert(t.top_tokens.end(), top.tokens.begin(), top.tokens.end());
+  t.top_logp.insert(t.top_logp.end(), top.logp.begin(), top.logp.end());
   ++counts.tokens;
   const std::vector<Token>& stops = agreement.model.stop_tokens;
   if (std::find(stops.begin(), stops.end(), choice.token) != stops.end()) {

@@ -101,5 +101,22 @@ void sample(benchmark::State& state) {
 }
 BENCHMARK(sample)->ArgNames({"vocabulary", "tempered"})->ArgsProduct({{512, 151936}, {0, 1}});
 
+/// Beside that, its range(1) likeliest tokens.
+void top(benchmark::State& state) {
+  std::vector<float> logits(static_cast<std::size_t>(state.range(0)));
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = static_cast<float>(philox(1, philox_counter(i, 0, 0))[0] % 4096) / 256.0f;
+  }
+  const Distribution distribution(logits, 1.0f);
+  std::vector<Token> tokens(static_cast<std::size_t>(state.range(1)));
+  std::vector<float> logps(tokens.size());
+  for (auto _ : state) {
+    distribution.top(tokens, logps);
+    benchmark::DoNotOptimize(logps.data());
+  }
+  state.SetItemsProcessed(state.iterations() * state.range(0));
+}
+BENCHMARK(top)->ArgNames({"vocabulary", "k"})->ArgsProduct({{512, 151936}, {8, 128}});
+
 }  // namespace
 }  // namespace lockstep::rollout

@@ -40,7 +40,7 @@ inline Request request(std::int64_t prompt, std::int32_t tokens, std::int32_t sa
   Request r;
   r.prefix.prompt = PromptId{prompt};
   r.prefix.tokens = random_tokens(tokens, static_cast<std::uint64_t>(prompt));
-  r.prefix.sampling = {.temperature = 0.8f, .max_new_tokens = more};
+  r.prefix.sampling = {.temperature = 0.8f, .max_new_tokens = more, .top_logprobs = 5};
   r.num_samples = samples;
   r.seed = 11;
   return r;
@@ -56,6 +56,10 @@ inline void expect_same(const Trajectory& a, const Trajectory& b) {
   EXPECT_EQ(a.tokens, b.tokens);
   EXPECT_EQ(a.response_mask, b.response_mask);
   EXPECT_EQ(a.rollout_logp, b.rollout_logp);  // bit for bit: no tolerance
+  if (!a.top_tokens.empty() && !b.top_tokens.empty()) {  // what is scored has none
+    EXPECT_EQ(a.top_tokens, b.top_tokens);
+    EXPECT_EQ(a.top_logp, b.top_logp);
+  }
   EXPECT_EQ(a.finish, b.finish);
 }
 

@@ -234,6 +234,37 @@ TEST(Engine, Bf16RecordsAreWhatTheCodesCameFrom) {
   EXPECT_GT(compared, 100);
 }
 
+TEST(Engine, KeepsTheLikeliestTokensOfEveryDraw) {
+  Rig rig(small_agreement());
+  constexpr std::size_t kTop = 5;  // what the rig's requests ask for
+  std::size_t found = 0, drawn = 0;
+  for (const Trajectory& t : generate(rig.engine, batch())) {
+    ASSERT_EQ(t.top_count(), kTop);
+    ASSERT_EQ(t.top_logp.size(), t.tokens.size() * kTop);
+    for (std::size_t p = 0; p < t.tokens.size(); ++p) {
+      const auto tokens = std::span(t.top_tokens).subspan(p * kTop, kTop);
+      const auto logp = std::span(t.top_logp).subspan(p * kTop, kTop);
+      if (t.response_mask[p] == 0) {
+        EXPECT_TRUE(std::all_of(logp.begin(), logp.end(), [](float x) { return x == 0; }));
+        continue;
+      }
+      EXPECT_TRUE(std::is_sorted(logp.rbegin(), logp.rend()));
+      EXPECT_GE(logp[0], t.rollout_logp[p]);
+      ++drawn;
+      for (std::size_t i = 0; i < kTop; ++i) {
+        if (tokens[i] != t.tokens[p]) continue;
+        EXPECT_EQ(logp[i], t.rollout_logp[p]);
+        ++found;
+      }
+    }
+  }
+  EXPECT_GT(found, drawn / 4);
+  Request greedy = request(1, 3, 1);
+  greedy.prefix.sampling.top_logprobs = 100000;
+  EXPECT_NE(refusal([&] { rig.engine.submit(greedy); }).find("the vocabulary has"),
+            std::string::npos);
+}
+
 TEST(Engine, ScoresGivenTokensWithoutAMaskFromTheSecondOn) {
   Rig rig(small_bf16(), {}, false);
   Trajectory t = {.prompt = PromptId{1}, .tokens = random_tokens(20, 2)};
@@ -345,6 +376,7 @@ TEST(Engine, GreedyIsTopKOneAndForEvaluation) {
   Rig rig(small_bf16(), {}, false);
   Request r = request(4, 12, 3);
   r.prefix.sampling.top_k = 1;
+  r.prefix.sampling.top_logprobs = 0;
   const std::vector<Trajectory> out = generate(rig.engine, {r});
   EXPECT_EQ(out[0].tokens, out[1].tokens);
   EXPECT_EQ(out[0].tokens, out[2].tokens);

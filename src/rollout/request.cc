@@ -54,6 +54,26 @@ void check_sizes(const Trajectory& t) {
                      " mask values and ", t.rollout_logp.size(), " log-probs for ", t.tokens.size(),
                      " tokens"}));
   }
+  if (t.top_tokens.size() != t.top_logp.size()) {
+    throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, ": ", t.top_tokens.size(),
+                     " top tokens and ", t.top_logp.size(), " log-probs of them"}));
+  }
+}
+
+/// Zeros where no token was drawn yet. What a prefix brings must be of the same k.
+void fit_top(Trajectory& t, const ModelConfig& model) {
+  const std::int32_t k = t.sampling.top_logprobs;
+  if (k > model.vocabulary) {
+    throw Error(cat({"top_logprobs is ", k, ", the vocabulary has ", model.vocabulary, " tokens"}));
+  }
+  const std::size_t size = t.tokens.size() * static_cast<std::size_t>(k);
+  if (t.top_tokens.size() > size || (k > 0 && t.top_tokens.size() % static_cast<std::size_t>(k))) {
+    throw Error(
+        cat({"prompt ", t.prompt.value, ", sample ", t.sample, " comes with ", t.top_tokens.size(),
+             " top tokens for ", t.tokens.size(), " tokens and top_logprobs = ", k}));
+  }
+  t.top_tokens.resize(size, 0);
+  t.top_logp.resize(size, 0.0f);
 }
 
 }  // namespace
@@ -108,6 +128,7 @@ void check_request(Request& request, const ModelConfig& model, bool recorded) {
   check_sizes(t);
   t.response_mask.resize(t.tokens.size(), 0);
   t.rollout_logp.resize(t.tokens.size(), 0.0f);
+  fit_top(t, model);
   t.finish = Finish::kNone;
 }
 
@@ -127,6 +148,8 @@ void prepare_scoring(Trajectory& t, const ModelConfig& model) {
   t.response_mask.resize(t.tokens.size(), 0);
   t.response_mask[0] = 0;
   t.rollout_logp.assign(t.tokens.size(), 0.0f);
+  t.top_tokens.clear();
+  t.top_logp.clear();
 }
 
 void throw_held_back(const std::string& why) {

@@ -39,6 +39,14 @@ void check_sampling(const Sampling& sampling, bool recorded) {
   if (sampling.max_new_tokens < 1) {
     throw Error(cat({"max_new_tokens is ", sampling.max_new_tokens, ", not at least 1"}));
   }
+  if (sampling.top_logprobs < 0) {
+    throw Error(cat({"top_logprobs is ", sampling.top_logprobs, "; 0 means none"}));
+  }
+  if (sampling.top_logprobs > 0 && (sampling.top_p < 1.0f || sampling.top_k > 0)) {
+    throw Error(cat({"top_logprobs is ", sampling.top_logprobs, " with top_p = ", sampling.top_p,
+                     " and top_k = ", sampling.top_k,
+                     ": log-probs are of all tokens, so those must be 1 and 0"}));
+  }
   if (recorded && (sampling.top_p < 1.0f || sampling.top_k > 0)) {
     throw Error(cat({"top_p = ", sampling.top_p, " and top_k = ", sampling.top_k,
                      " are for evaluation: while a trace is recorded for training they must be 1 "
@@ -71,6 +79,31 @@ Choice Distribution::sample(const Sampling& sampling, const Draw& draw) const {
 float Distribution::logp(Token token) const {
   const float z = logits_[static_cast<std::size_t>(token)] / temperature_;
   return static_cast<float>(static_cast<double>(z) - static_cast<double>(max_) - std::log(total_));
+}
+
+void Distribution::top(std::span<Token> tokens, std::span<float> logps) const {
+  const auto likelier = [this](Token a, Token b) {
+    const float x = logits_[static_cast<std::size_t>(a)];
+    const float y = logits_[static_cast<std::size_t>(b)];
+    return x > y || (x == y && a < b);
+  };
+  // A heap of the best so far, the least likely on top: most tokens are compared with that alone.
+  std::iota(tokens.begin(), tokens.end(), Token{0});
+  std::make_heap(tokens.begin(), tokens.end(), likelier);
+  float least = tokens.empty() ? 0.0f : logits_[static_cast<std::size_t>(tokens.front())];
+  for (std::size_t i = tokens.size(); !tokens.empty() && i < logits_.size(); ++i) {
+    if (!(logits_[i] > least)) continue;  // of equal ones the earlier stays
+    std::pop_heap(tokens.begin(), tokens.end(), likelier);
+    tokens.back() = static_cast<Token>(i);
+    std::push_heap(tokens.begin(), tokens.end(), likelier);
+    least = logits_[static_cast<std::size_t>(tokens.front())];
+  }
+  std::sort_heap(tokens.begin(), tokens.end(), likelier);
+  const double log_total = std::log(total_);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const float z = logits_[static_cast<std::size_t>(tokens[i])] / temperature_;
+    logps[i] = static_cast<float>(static_cast<double>(z) - static_cast<double>(max_) - log_total);
+  }
 }
 
 Token Distribution::inverse(double u) const {

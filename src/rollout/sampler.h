@@ -24,7 +24,8 @@ struct Choice {
   float logp = 0.0f;  // of softmax(logits / temperature) over the whole vocabulary
 };
 
-/// Throws Error naming the first field that is out of range. `recorded`: the tokens are for
+/// Throws Error naming the first field that is out of range. top_logprobs with top-p or top-k is
+/// refused: what a filter leaves out has no log-prob. `recorded`: the tokens are for
 /// training, where top-p and top-k are refused, for the trainer's log-probs know nothing of them.
 void check_sampling(const Sampling& sampling, bool recorded);
 
@@ -40,6 +41,10 @@ class Distribution {
 
   /// log softmax(logits / temperature)[token], rounded once to FP32.
   float logp(Token token) const;
+
+  /// The tokens.size() likeliest tokens, in falling order, of equal ones the lower first, and their
+  /// log-probs, as logp() gives them.
+  void top(std::span<Token> tokens, std::span<float> logps) const;
 
  private:
   Token inverse(double u) const;

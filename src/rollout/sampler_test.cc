@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -29,6 +30,33 @@ double log_softmax(const std::vector<float>& logits, double temperature, std::si
   for (const float x : logits) most = std::max(most, static_cast<double>(x) / temperature);
   for (const float x : logits) sum += std::exp(static_cast<double>(x) / temperature - most);
   return static_cast<double>(logits[token]) / temperature - most - std::log(sum);
+}
+
+TEST(Top, TheLikeliestInFallingOrderAndOfEqualOnesTheFirst) {
+  for (const std::size_t count : {1u, 5u, 300u, 4000u}) {
+    std::vector<float> logits = random_logits(count, count, 20.0f);
+    for (std::size_t i = 0; i < count; i += 3) logits[i] = std::round(logits[i]);  // many ties
+    std::vector<Token> order(count);
+    for (std::size_t i = 0; i < count; ++i) order[i] = static_cast<Token>(i);
+    std::stable_sort(order.begin(), order.end(), [&](Token a, Token b) {
+      return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)];
+    });
+    const Distribution distribution(logits, 0.7f);
+    for (const std::size_t k : {std::size_t{0}, std::size_t{1}, count / 3, count}) {
+      std::vector<Token> tokens(k);
+      std::vector<float> logps(k);
+      distribution.top(tokens, logps);
+      EXPECT_TRUE(std::equal(tokens.begin(), tokens.end(), order.begin()));
+      for (std::size_t i = 0; i < k; ++i) EXPECT_EQ(logps[i], distribution.logp(tokens[i]));
+    }
+  }
+}
+
+TEST(Sampling, TopLogprobsAreOfAllTokens) {
+  EXPECT_NO_THROW(check_sampling({.top_logprobs = 8}, true));
+  EXPECT_THROW(check_sampling({.top_logprobs = -1}, false), Error);
+  EXPECT_THROW(check_sampling({.top_p = 0.9f, .top_logprobs = 8}, false), Error);
+  EXPECT_THROW(check_sampling({.top_k = 5, .top_logprobs = 8}, false), Error);
 }
 
 TEST(Softmax, EveryInstructionSetGivesTheSameBits) {

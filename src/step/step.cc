@@ -36,7 +36,7 @@ Metrics update(Loop& loop, const TraceSource& records, const rl::Batch& batch,
       moved.push_back(part.trajectories[i]);
       if (!routes.empty()) moved_routes.push_back(routes[first + i]);
     }
-    const auto loss = [&](std::size_t i, std::span<const float> logp, std::span<float> dlogp) {
+    const auto loss = [&](std::size_t i, const LogProbs& logp, const Slopes& dlogp) {
       std::vector<float>& row = seen[first + live[i]];
       if (row.empty()) row.assign(logp.begin(), logp.end());
       return objective(live[i], logp, dlogp);

@@ -145,12 +145,19 @@ Tensor scaled_logits(const Tensor& normed, const Tensor& head, const Pack& pack,
   return at::mm(normed.narrow(0, first, rows), head.t()).div_(temperature);
 }
 
+/// [rows, k]
+Tensor top_tokens(const Pack& pack, std::int64_t first, std::int64_t rows) {
+  return at::from_blob(const_cast<std::int64_t*>(pack.top_token.data()) + first * pack.top,
+                       {rows, pack.top}, at::kLong);
+}
+
 }  // namespace
 
 Scores Network::score(const Tensor& h, const Pack& pack, bool with_grad) const {
   const auto rows = static_cast<std::int64_t>(pack.scored_row.size());
   Scores scores;
   scores.logp.resize(pack.scored_row.size());
+  scores.top_logp.resize(with_grad ? pack.top_token.size() : 0);
   scores.x = h.detach().index_select(0, int64_tensor(pack.scored_row));
   scores.log_sum = at::empty({rows}, at::kFloat);
   scores.x.requires_grad_(with_grad);
@@ -166,14 +173,30 @@ Scores Network::score(const Tensor& h, const Pack& pack, bool with_grad) const {
     const Tensor chosen =
         all.gather(1, tokens.narrow(0, first, count).unsqueeze(1)).squeeze(1).contiguous();
     std::copy_n(chosen.data_ptr<float>(), count, scores.logp.begin() + first);
+    if (!scores.top_logp.empty()) {
+      const Tensor top = all.gather(1, top_tokens(pack, first, count)).contiguous();
+      std::copy_n(top.data_ptr<float>(), top.numel(), scores.top_logp.begin() + first * pack.top);
+    }
     scores.log_sum.narrow(0, first, count).copy_(at::logsumexp(logits, -1));
     scores.entropy -= (all.exp() * all).sum(at::kDouble).item<double>();
   });
   return scores;
 }
 
-Tensor Network::score_backward(const Scores& scores, const Pack& pack,
-                               std::span<const float> dlogp) const {
+/// Adds to d [rows, V] what the top tokens' slopes give: sum_v slope_v (one-hot_v - softmax).
+void Network::add_top(const Tensor& d, const Scores& scores, const Pack& pack, std::int64_t first,
+                      std::span<const float> dtop) const {
+  const std::int64_t rows = d.size(0);
+  const Tensor slope = at::from_blob(const_cast<float*>(dtop.data()) + first * pack.top,
+                                     {rows, pack.top}, at::kFloat);
+  Tensor p = scaled_logits(scores.normed, head_, pack, first, rows);
+  p.sub_(scores.log_sum.narrow(0, first, rows).unsqueeze(1)).exp_();
+  d.sub_(p.mul_(slope.sum(1, true)));
+  d.scatter_add_(1, top_tokens(pack, first, rows), slope);
+}
+
+Tensor Network::score_backward(const Scores& scores, const Pack& pack, std::span<const float> dlogp,
+                               std::span<const float> dtop) const {
   const auto rows = static_cast<std::int64_t>(pack.scored_row.size());
   Tensor dnormed = at::empty_like(scores.normed);
   {
@@ -186,6 +209,7 @@ Tensor Network::score_backward(const Scores& scores, const Pack& pack,
       d.sub_(scores.log_sum.narrow(0, first, count).unsqueeze(1)).exp_().neg_();
       d.scatter_add_(1, tokens.narrow(0, first, count).unsqueeze(1), at::ones({count, 1}));
       d.mul_(upstream.narrow(0, first, count));
+      if (!dtop.empty()) add_top(d, scores, pack, first, dtop);
       d.div_(at::from_blob(const_cast<float*>(pack.temperature.data()) + first, {count, 1},
                            at::kFloat));
       Tensor out = dnormed.narrow(0, first, count);

@@ -27,11 +27,12 @@ struct LayerWeights {
 
 /// Log-probs of the scored rows of a pass, and what their gradient needs.
 struct Scores {
-  std::vector<float> logp;  // [scored]
-  double entropy = 0.0;     // summed
-  at::Tensor x;             // [scored, D] the head's input, a leaf where a gradient is wanted
-  at::Tensor normed;        // [scored, D]
-  at::Tensor log_sum;       // [scored] of exp(logits / temperature)
+  std::vector<float> logp;      // [scored]
+  std::vector<float> top_logp;  // [scored, k] of the pack's top tokens
+  double entropy = 0.0;         // summed
+  at::Tensor x;                 // [scored, D] the head's input, a leaf where a gradient is wanted
+  at::Tensor normed;            // [scored, D]
+  at::Tensor log_sum;           // [scored] of exp(logits / temperature)
 };
 
 class Network {
@@ -50,9 +51,10 @@ class Network {
   /// log_softmax(logits / temperature) at the scored rows, in FP32 from the head's operands.
   Scores score(const at::Tensor& h, const Pack& pack, bool with_grad) const;
 
-  /// From d loss / d logp to d loss / d h [rows, D]. Adds to the gradients of head and final norm.
-  at::Tensor score_backward(const Scores& scores, const Pack& pack,
-                            std::span<const float> dlogp) const;
+  /// From d loss / d logp [scored], and by the top tokens' [scored, k], to d loss / d h [rows, D].
+  /// Adds to the gradients of head and final norm.
+  at::Tensor score_backward(const Scores& scores, const Pack& pack, std::span<const float> dlogp,
+                            std::span<const float> dtop) const;
 
   /// Adds to the embedding's gradient.
   void embed_backward(const at::Tensor& dh, const Pack& pack) const;
@@ -60,6 +62,8 @@ class Network {
  private:
   at::Tensor attention(std::int32_t layer, const at::Tensor& h, const Pack& pack,
                        const Sites& sites) const;
+  void add_top(const at::Tensor& d, const Scores& scores, const Pack& pack, std::int64_t first,
+               std::span<const float> dtop) const;
   at::Tensor mlp(std::int32_t layer, const at::Tensor& h, const Sites& sites) const;
 
   const ModelConfig& config_;

@@ -27,11 +27,17 @@ void check(std::size_t i, const Trajectory& t, const PackLimits& limits) {
     throw Error(name_of(i, t) + ": response_mask has " + std::to_string(t.response_mask.size()) +
                 " entries for " + std::to_string(t.tokens.size()) + " tokens");
   }
-  for (const Token token : t.tokens) {
-    if (token < 0 || token >= limits.vocabulary) {
-      throw Error(name_of(i, t) + ": token " + std::to_string(token) +
-                  " is outside the vocabulary of " + std::to_string(limits.vocabulary));
+  for (const std::vector<Token>* tokens : {&t.tokens, &t.top_tokens}) {
+    for (const Token token : *tokens) {
+      if (token < 0 || token >= limits.vocabulary) {
+        throw Error(name_of(i, t) + ": token " + std::to_string(token) +
+                    " is outside the vocabulary of " + std::to_string(limits.vocabulary));
+      }
     }
+  }
+  if (!t.top_tokens.empty() && t.top_tokens.size() % t.tokens.size() != 0) {
+    throw Error(name_of(i, t) + ": " + std::to_string(t.top_tokens.size()) + " top tokens for " +
+                std::to_string(t.tokens.size()) + " tokens");
   }
   std::int64_t covered = 0;
   for (const Span& span : t.path) {
@@ -60,6 +66,9 @@ void append(Pack& pack, const Trajectory& t) {
     pack.scored_row.push_back(start + p);
     pack.scored_token.push_back(t.tokens[at + 1]);
     pack.temperature.push_back(t.sampling.temperature);
+    const auto top = t.top_tokens.begin() + static_cast<std::ptrdiff_t>((at + 1) * t.top_count());
+    pack.top_token.insert(pack.top_token.end(), top,
+                          top + static_cast<std::ptrdiff_t>(t.top_count()));
   }
   const std::vector<TokenKey> names = keys(t);
   for (std::int64_t p = 0; p < std::min(rows, static_cast<std::int64_t>(names.size())); ++p) {
@@ -95,6 +104,12 @@ std::vector<Pack> pack(std::span<const Trajectory> batch, const PackLimits& limi
     const bool full =
         !packs.empty() && packs.back().rows() + rows_of(batch[i]) > limits.tokens_per_pass;
     if (packs.empty() || full) packs.emplace_back().first = i;
+    if (batch[i].top_count() != batch[0].top_count()) {
+      throw Error(name_of(i, batch[i]) + " has " + std::to_string(batch[i].top_count()) +
+                  " top tokens a position, the batch's first " +
+                  std::to_string(batch[0].top_count()));
+    }
+    packs.back().top = static_cast<std::int64_t>(batch[i].top_count());
     append(packs.back(), batch[i]);
   }
   for (Pack& pack : packs) block_by_length(pack, batch.subspan(pack.first, pack.start.size()));

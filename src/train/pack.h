@@ -21,6 +21,8 @@ struct Pack {
   std::vector<std::int64_t> scored_row;  // rows whose next token has response_mask 1
   std::vector<std::int64_t> scored_token;  // that next token
   std::vector<float> temperature;          // and its trajectory's
+  std::int64_t top = 0;                    // k: the other tokens that a loss asks for at each
+  std::vector<std::int64_t> top_token;     // [scored, k]
 
   // Rows that have a record's name, and the names: all rows of trajectories that have a path.
   std::vector<std::int64_t> key_row;

@@ -71,9 +71,10 @@ inline Tensor plain_mlp(const ModelConfig& m, const Weights& w, Layer layer, con
   return out;
 }
 
-/// log p of each token after the first.   [T - 1]
-inline Tensor plain_logp(const ModelConfig& m, const Weights& w, const Trajectory& trajectory,
-                         const std::vector<Tensor>& routes = {}) {
+/// log p of every token at each position after the first.   [T - 1, V]
+inline Tensor plain_log_softmax(const ModelConfig& m, const Weights& w,
+                                const Trajectory& trajectory,
+                                const std::vector<Tensor>& routes = {}) {
   const auto t = static_cast<std::int64_t>(trajectory.tokens.size()) - 1;
   Tensor tokens = at::empty({t + 1}, at::kLong);
   std::copy(trajectory.tokens.begin(), trajectory.tokens.end(), tokens.data_ptr<std::int64_t>());
@@ -86,10 +87,16 @@ inline Tensor plain_logp(const ModelConfig& m, const Weights& w, const Trajector
   }
   const Tensor& head = w.at({m.tied_embeddings ? Role::kEmbedding : Role::kHead, {}, {}});
   const Tensor logits = plain_norm(h, w.at({Role::kFinalNorm, {}, {}}), m.rms_eps).mm(head.t());
-  return (logits / trajectory.sampling.temperature)
-      .log_softmax(-1)
-      .gather(1, tokens.narrow(0, 1, t).unsqueeze(1))
-      .squeeze(1);
+  return (logits / trajectory.sampling.temperature).log_softmax(-1);
+}
+
+/// log p of each token after the first.   [T - 1]
+inline Tensor plain_logp(const ModelConfig& m, const Weights& w, const Trajectory& trajectory,
+                         const std::vector<Tensor>& routes = {}) {
+  const Tensor all = plain_log_softmax(m, w, trajectory, routes);
+  const Tensor tokens = at::empty({all.size(0) + 1}, at::kLong);
+  std::copy(trajectory.tokens.begin(), trajectory.tokens.end(), tokens.data_ptr<std::int64_t>());
+  return all.gather(1, tokens.narrow(0, 1, all.size(0)).unsqueeze(1)).squeeze(1);
 }
 
 }  // namespace lockstep::train

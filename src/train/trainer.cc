@@ -198,10 +198,11 @@ void each_scored(std::span<const Trajectory> batch, const Pack& pack, Visit&& vi
   }
 }
 
-PerToken zeros(std::span<const Trajectory> batch) {
+/// `each` numbers a token.
+PerToken zeros(std::span<const Trajectory> batch, std::int64_t each = 1) {
   PerToken values;
   for (const Trajectory& trajectory : batch) {
-    values.emplace_back(trajectory.tokens.size(), 0.0f);
+    values.emplace_back(trajectory.tokens.size() * static_cast<std::size_t>(each), 0.0f);
   }
   return values;
 }
@@ -248,26 +249,34 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
   const std::span<const Trajectory> members = batch.subspan(pack.first, pack.start.size());
   PerToken logp = zeros(members);
   PerToken dlogp = zeros(members);
+  const auto k = static_cast<std::ptrdiff_t>(pack.top);
+  PerToken top_logp = zeros(members, pack.top), dtop_logp = top_logp;
+  const auto row = [k](auto& values, std::size_t at) {
+    return values.begin() + static_cast<std::ptrdiff_t>(at) * k;
+  };
   each_scored(batch, pack, [&](std::size_t i, std::size_t t, std::size_t s) {
     logp[i - pack.first][t] = scores.logp[s];
+    std::copy_n(row(scores.top_logp, s), k, row(top_logp[i - pack.first], t));
   });
   double total = 0.0;
   {
     // A loss is called from one thread at a time, whatever it is.
     const std::lock_guard lock(loss_mutex);
     for (std::size_t i = 0; i < members.size(); ++i) {
-      total += loss(pack.first + i, logp[i], dlogp[i]);
+      total += loss(pack.first + i, {logp[i], top_logp[i]}, {dlogp[i], dtop_logp[i]});
     }
   }
   if (scores.logp.empty()) return total;
 
-  std::vector<float> upstream(scores.logp.size());
+  std::vector<float> upstream(scores.logp.size()), top_upstream(scores.top_logp.size());
   each_scored(batch, pack, [&](std::size_t i, std::size_t t, std::size_t s) {
     upstream[s] = dlogp[i - pack.first][t];
+    std::copy_n(row(dtop_logp[i - pack.first], t), k, row(top_upstream, s));
   });
   // What is computed again was counted the first time.
   const Sites again(agreement, qat, pack, trace, nullptr, {}, own);
-  backward(lane.network, pack, again, steps, lane.network.score_backward(scores, pack, upstream));
+  backward(lane.network, pack, again, steps,
+           lane.network.score_backward(scores, pack, upstream, top_upstream));
   return total;
 }
 

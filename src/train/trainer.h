@@ -48,10 +48,10 @@ struct Options {
   bool recompute = false;               // activations, in backward; reads the same records
 };
 
-/// The loss of trajectory i as a function of its log-probs. Writes dlogp[t] = d loss / d logp[t].
-/// All that the trainer knows of reinforcement learning, or of fine-tuning.
-using TokenLoss =
-    std::function<double(std::size_t i, std::span<const float> logp, std::span<float> dlogp)>;
+/// The loss of trajectory i as a function of its log-probs, those of its top tokens included where
+/// it lists any. Writes dlogp[t] = d loss / d logp[t]. All that the trainer knows of reinforcement
+/// learning, or of fine-tuning. A loss of the own tokens alone may take plain spans.
+using TokenLoss = std::function<double(std::size_t i, const LogProbs& logp, const Slopes& dlogp)>;
 
 /// The experts that a pass of the trainer's own chose, for another pass to follow (R2).
 /// [trajectories][(T - 1) * L * K] by position, layer and slot; an empty row: none.

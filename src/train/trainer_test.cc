@@ -172,6 +172,61 @@ TEST_P(TrainerGradient, EqualsAutograd) {
   }
 }
 
+TEST_P(TrainerGradient, OfTopTokensEqualsAutograd) {
+  constexpr std::int64_t kTop = 3;
+  Agreement agreement;
+  agreement.model = small_model(GetParam());
+  std::vector<Trajectory> batch = random_batch(agreement.model, {11, 5, 16});
+  for (Trajectory& t : batch) {
+    for (std::size_t i = 0; i < t.tokens.size() * kTop; ++i) {
+      t.top_tokens.push_back(static_cast<Token>(i * 7 % 40));
+    }
+    t.top_tokens[5 * kTop / 2] = t.tokens[2];  // one that was drawn as well
+  }
+  Weights weights = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, reveals_gradient(), weights);
+  PerToken seen(batch.size()), top_slopes(batch.size());
+  trainer->accumulate(batch, nullptr, [&](std::size_t i, const LogProbs& p, const Slopes& d) {
+    seen[i].assign(p.top.begin(), p.top.end());
+    for (std::size_t j = 0; j < p.top.size(); ++j) {
+      d.top[j] = static_cast<float>(std::sin(static_cast<double>(j + i)));
+    }
+    top_slopes[i].assign(d.top.begin(), d.top.end());
+    return some_loss(i, p, d);
+  });
+  trainer->update();
+  const Weights gradient = minus(weights, take(trainer->weights()));
+
+  for (auto& [id, w] : weights) w.requires_grad_(true);
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const auto length = static_cast<std::int64_t>(batch[i].tokens.size());
+    const Tensor all = plain_log_softmax(agreement.model, weights, batch[i]);
+    const Tensor own = at::zeros({length - 1, agreement.model.vocabulary});
+    std::vector<float> logp(batch[i].tokens.size()), slope(logp);
+    for (std::size_t t = 1; t < logp.size(); ++t) {
+      if (batch[i].response_mask[t] == 0) continue;
+      logp[t] = all[static_cast<std::int64_t>(t) - 1][batch[i].tokens[t]].item<float>();
+    }
+    some_loss(i, logp, slope);
+    for (std::size_t t = 1; t < logp.size(); ++t) {
+      if (batch[i].response_mask[t] == 0) continue;
+      const auto row = static_cast<std::int64_t>(t) - 1;
+      own[row][batch[i].tokens[t]] += slope[t];
+      for (std::size_t j = t * kTop; j < (t + 1) * kTop; ++j) {
+        EXPECT_NEAR(seen[i][j], all[row][batch[i].top_tokens[j]].item<float>(), 2e-5);
+        own[row][batch[i].top_tokens[j]] += top_slopes[i][j];
+      }
+    }
+    all.backward(own);
+  }
+  for (const auto& [id, w] : weights) {
+    EXPECT_LT(relative_error(gradient.at(id), w.grad()), 1e-3) << to_string(id);
+  }
+
+  batch[1].top_tokens.clear();
+  EXPECT_THROW(trainer->accumulate(batch, nullptr, some_loss), Error);
+}
+
 INSTANTIATE_TEST_SUITE_P(TiedOrNot, TrainerGradient, ::testing::Bool());
 
 TEST_F(TrainerTest, AccumulateSeesTheBitsOfLogprobs) {
