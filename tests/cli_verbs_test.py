@@ -322,6 +322,16 @@ def test_eval_judges(tmp_path):
     assert "mean@3" in text and "best@3" in text and "on 6 prompts of arith" in text
 
 
+def test_eval_quantizes_afterwards():
+    texts = [run("eval", MODEL, "--posthoc", how, "--n", 8, "--greedy", SHORT).stdout
+             for how in ("nvfp4", "four_over_six", "h_scale")]
+    for how, text in zip(("nvfp4", "four_over_six", "h_scale"), texts):
+        assert "arm naive" in text and f"quantized afterwards: {how}" in text
+    contract = [text.split("contract lockstep (")[1].split(")")[0] for text in texts]
+    assert contract[0] == contract[2] != contract[1]  # H-Scale is other scales of one format
+    refused("eval", "--posthoc", "int4", rc=2, named="h_scale")
+
+
 def test_eval_refuses_what_cannot_be(tmp_path):
     refused("eval", tmp_path, rc=2, named=["config.json", "recipe.toml"])
     refused("eval", "--greedy", "--top-k", 4, rc=2, named="--greedy")

@@ -7,6 +7,8 @@
 #include "cli/log.h"
 #include "cli/subject.h"
 #include "cli/verbs.h"
+#include "sync/h_scale.h"
+#include "sync/refit.h"
 
 namespace lockstep::cli {
 namespace {
@@ -57,11 +59,53 @@ Judged judge(std::span<const float> rewards, std::size_t samples) {
   return judged;
 }
 
+/// A policy that was trained in BF16, quantized afterwards: the naive arm with other weights.
+Subject subject_of(const EvalArgs& args) {
+  std::vector<std::string> assignments = args.assignments;
+  std::string what = args.recipe;
+  if (what.find('=') != std::string::npos && !std::filesystem::exists(what)) {
+    assignments.insert(assignments.begin(), what);  // the recipe was left out
+    what.clear();
+  }
+  if (!args.posthoc.empty()) {
+    // A run's recipe spells out every key of its own arm: all are said anew.
+    std::vector<std::string> afterwards = {"arm=naive",
+                                           "contract.preset=lockstep",
+                                           "contract.layers=all",
+                                           "contract.kv=true",
+                                           "contract.weights=true",
+                                           "contract.activations=true",
+                                           "qat.weights=false",
+                                           "qat.activations=false",
+                                           "qat.residual=false",
+                                           "qat.k=false",
+                                           "qat.v=false",
+                                           "guide.mode=own_scale",
+                                           "guide.sites=[]",
+                                           "residual.kind=none",
+                                           "contract.four_over_six_kv=false"};
+    afterwards.push_back(
+        cat({"contract.four_over_six=", args.posthoc == "four_over_six" ? "mse" : "off"}));
+    assignments.insert(assignments.begin(), afterwards.begin(), afterwards.end());
+  }
+  return open_subject(what, assignments, args.model);
+}
+
+void load_weights(const EvalArgs& args, const Subject& subject, rollout::Engine& engine) {
+  if (args.posthoc != "h_scale") return load(subject, engine);
+  const auto squares = rollout::calibrate_inputs(subject.policy.config, *subject.policy.weights,
+                                                 calibration_batch(subject.policy, *subject.task));
+  const auto refined =
+      sync::h_scaled(*subject.policy.weights, subject.arm.contract,
+                     [&](const WeightId& id) { return std::span<const double>(squares.at(id)); });
+  sync::refit(*refined, engine.weights(), subject.arm.contract, WeightVersion{0});
+}
+
 }  // namespace
 
 int eval(const EvalArgs& args) {
   check(args);
-  const Subject subject = open_subject(args.recipe, args.assignments, args.model);
+  const Subject subject = subject_of(args);
   const std::int32_t n = args.prompts > 0 ? args.prompts : subject.recipe.evaluation.prompts;
   const std::vector<data::Prompt> prompts = subject.task->evaluation(std::max(n, 1));
   const auto samples = static_cast<std::size_t>(args.samples);
@@ -70,7 +114,7 @@ int eval(const EvalArgs& args) {
   Agreement unguided = subject.agreement;
   unguided.guide = Guide{};
   rollout::Engine engine(unguided, subject.arm.rollout, Device{}, nullptr, *comm);
-  load(subject, engine);
+  load_weights(args, subject, engine);
 
   const double began = seconds();
   const std::vector<Trajectory> answers =
@@ -97,7 +141,8 @@ int eval(const EvalArgs& args) {
   print(text +
         cat({"\n", fixed(tokens / count, 1), " tokens an answer, ", fixed(100 * ended / count, 1),
              " % ended by themselves, ", fixed(tokens / took, 0), " tokens/s; ",
-             subject.policy.folder.string(), ", ", subject.numbers(), "\n"}));
+             subject.policy.folder.string(), ", ", subject.numbers(),
+             args.posthoc.empty() ? "" : ", quantized afterwards: ", args.posthoc, "\n"}));
   return 0;
 }
 

@@ -155,12 +155,18 @@ void add_eval(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<EvalArgs>();
   auto* sub = verb(app, "eval", "judge a model on prompts kept apart, in the rollout's numbers",
                    "eval runs/mine --n 256 --samples 4\n"
-                   "  ./lockstep eval models/tiny-moe arm=naive --greedy");
+                   "  ./lockstep eval models/tiny-moe arm=naive --greedy\n"
+                   "  ./lockstep eval models/tiny-moe --posthoc h_scale");
   add_subject(sub, *args);
   sub->add_option("--n", args->prompts, "how many prompts; default: the recipe's eval.prompts")
       ->check(within(1, 1e9));
   sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
   sub->add_flag("--greedy", args->greedy, "the likeliest token each time");
+  sub->add_option(
+         "--posthoc", args->posthoc,
+         "a BF16 policy quantized afterwards: nvfp4, four_over_six, or h_scale (nvfp4 whose "
+         "scales of weights are refined by a calibration pass)")
+      ->check(CLI::IsMember({"nvfp4", "four_over_six", "h_scale"}));
   sub->add_option("--temperature", args->temperature, "default: the recipe's; see --greedy")
       ->check(within(1e-3, 100));
   sub->add_option("--top-p", args->top_p, "default: the recipe's")->check(within(1e-6, 1));

@@ -66,6 +66,18 @@ Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
   }
 }
 
+std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task) {
+  constexpr std::int64_t kCalibrationPrompts = 32;
+  const auto count = std::min(kCalibrationPrompts, task.evaluation_size());
+  std::vector<std::vector<Token>> batch;
+  for (const data::Prompt& prompt : task.evaluation(static_cast<std::int32_t>(count))) {
+    std::vector<Token> tokens = policy.tokenizer.encode(prompt.text + prompt.solution);
+    tokens.resize(std::min(tokens.size(), static_cast<std::size_t>(policy.config.max_positions)));
+    batch.push_back(std::move(tokens));
+  }
+  return batch;
+}
+
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
   Arm arm = checked_arm(recipe, policy.config);
   const bool cache =
@@ -75,14 +87,7 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
                          arm.rollout.residual == rollout::Residual::kBlocks) &&
                         recipe.arm.residual_groups.empty();
   if (!cache && !channels) return arm;
-  constexpr std::int64_t kCalibrationPrompts = 32;
-  const auto count = std::min(kCalibrationPrompts, task.evaluation_size());
-  std::vector<std::vector<Token>> batch;
-  for (const data::Prompt& prompt : task.evaluation(static_cast<std::int32_t>(count))) {
-    std::vector<Token> tokens = policy.tokenizer.encode(prompt.text + prompt.solution);
-    tokens.resize(std::min(tokens.size(), static_cast<std::size_t>(policy.config.max_positions)));
-    batch.push_back(std::move(tokens));
-  }
+  const std::vector<std::vector<Token>> batch = calibration_batch(policy, task);
   if (cache) {
     recipe.arm.kv_exponents =
         rollout::calibrate_kv(policy.config, *policy.weights, batch, arm.contract);

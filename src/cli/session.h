@@ -37,8 +37,11 @@ recipe::Recipe load_recipe(const std::string& file, const std::vector<std::strin
 /// The recipe's arm for that model, checked: what contradicts itself is Usage.
 Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model);
 
-/// The arm, checked, its cache's exponents calibrated on the first worked problems of evaluation where the
-/// recipe gives none; those then stand in the recipe.
+/// The first worked problems of evaluation: what a run is calibrated on.
+std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task);
+
+/// The arm, checked, its cache's exponents calibrated on the first worked problems of evaluation
+/// where the recipe gives none; those then stand in the recipe.
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task);
 
 /// A name below runs/ of the checkout, or a path where it has a slash.

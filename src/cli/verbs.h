@@ -78,6 +78,7 @@ struct EvalArgs {
   std::int32_t prompts = 0;  // 0: the recipe's eval.prompts
   std::int32_t samples = 1;
   bool greedy = false;
+  std::string posthoc;    // nvfp4, four_over_six, h_scale; empty: as the arm says
   float temperature = 0;  // 0, 0 and -1: the recipe's
   float top_p = 0;
   std::int32_t top_k = -1;

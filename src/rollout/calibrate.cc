@@ -174,4 +174,34 @@ std::vector<std::uint8_t> calibrate_residual(const ModelConfig& model, const Con
   return chosen;
 }
 
+std::map<WeightId, std::vector<double>> calibrate_inputs(
+    const ModelConfig& model, const WeightSource& weights,
+    std::span<const std::vector<Token>> batch) {
+  using Role = WeightId::Role;
+  std::map<WeightId, std::vector<double>> squares;
+  for (std::int32_t l = 0; l < model.num_layers; ++l) {
+    for (std::int32_t e = 0; e < model.num_experts; ++e) {
+      squares[{Role::kGateUp, {l}, {e}}].resize(static_cast<std::size_t>(model.hidden));
+      squares[{Role::kDown, {l}, {e}}].resize(static_cast<std::size_t>(model.expert_width));
+    }
+  }
+  const auto add = [&](const ExpertInputs& inputs) {
+    const Role role = inputs.site == Site::kW13In ? Role::kGateUp : Role::kDown;
+    for (std::int32_t e = 0; e < model.num_experts; ++e) {
+      std::vector<double>& sums = squares.at({role, inputs.layer, {e}});
+      const auto at = static_cast<std::size_t>(e);
+      for (std::int32_t i = inputs.offsets[at]; i < inputs.offsets[at + 1]; ++i) {
+        const Bf16* x =
+            inputs.x.data + inputs.from[static_cast<std::size_t>(i)] * inputs.x.stride[0];
+        for (std::size_t c = 0; c < sums.size(); ++c) {
+          const auto value = static_cast<double>(to_float(x[c]));
+          sums[c] += value * value;
+        }
+      }
+    }
+  };
+  calibrate({.model = model, .weights = weights, .batch = batch, .observer = add});
+  return squares;
+}
+
 }  // namespace lockstep::rollout

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -114,6 +115,12 @@ std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSour
 std::vector<std::uint8_t> calibrate_residual(const ModelConfig& model, const Contract& contract,
                                              const Options& options, const WeightSource& weights,
                                              std::span<const std::vector<Token>> batch);
+
+/// The sum of squares of each input column of every expert's two matrices over a named calibration
+/// batch, in BF16: the diagonal of X^T X. Zeros for an expert that no token chose.
+std::map<WeightId, std::vector<double>> calibrate_inputs(const ModelConfig& model,
+                                                         const WeightSource& weights,
+                                                         std::span<const std::vector<Token>> batch);
 
 /// Submits all and steps until idle. In the order of the requests, and of the samples in each.
 /// Throws Error when the record store has no room for one sequence.

@@ -13,6 +13,7 @@
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
+#include "sync/h_scale.h"
 
 namespace lockstep::sync {
 namespace {
@@ -191,6 +192,49 @@ TEST(Refit, R35_TinyWeightsAreNotFlushed) {
   masters.scale = 1e-6f;
   Keeper keeper;
   EXPECT_LT(refit(masters, keeper, contracts::lockstep(2), {}).at("fp4/refit/rel_err"), 0.2);
+}
+
+TEST(HScale, CodesPassTheRefitAndLoseLess) {
+  Masters masters;
+  Keeper plain, refined;
+  const Contract contract = contracts::lockstep(2);
+  const double before = refit(masters, plain, contract, {}).at("fp4/refit/rel_err");
+  const std::vector<double> even(64, 1.0), none(64, 0.0);
+  for (const bool counts : {true, false}) {
+    const auto source = h_scaled(masters, contract, [&](const WeightId& id) {
+      const auto cols = static_cast<std::size_t>(weight_shape(kModel, id.role)[1]);
+      return std::span<const double>(counts ? even : none).first(cols);
+    });
+    std::size_t coded = 0;
+    double lost = 0, all = 0;
+    source->each([&](const Weight& weight) {
+      const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value);
+      ASSERT_EQ(codes != nullptr, quantized(contract, weight.id));
+      if (codes == nullptr) return;
+      ++coded;
+      const auto [rows, cols] = weight_shape(kModel, weight.id.role);
+      std::vector<float> back(static_cast<std::size_t>(rows * cols));
+      kernels::dequantize({.codes = *codes,
+                           .rule = contract.weight,
+                           .f32 = {back.data(), {rows, cols}, {cols, 1}}});
+      masters.each([&](const Weight& master) {
+        if (!(master.id == weight.id)) return;
+        const auto& values = std::get<TensorView<const float, 2>>(master.value);
+        for (std::size_t i = 0; i < back.size(); ++i) {
+          const auto w = static_cast<double>(values.data[i]);
+          lost += (static_cast<double>(back[i]) - w) * (static_cast<double>(back[i]) - w);
+          all += w * w;
+        }
+      });
+    });
+    EXPECT_EQ(coded, 2u * 3 * 2);
+    if (counts) {
+      EXPECT_LT(std::sqrt(lost / all), 0.97 * before);
+    } else {
+      EXPECT_NEAR(std::sqrt(lost / all), before, 1e-9);  // nothing counts: the plain scales
+    }
+    refit(*source, refined, contract, {});  // checksums agree
+  }
 }
 
 }  // namespace
