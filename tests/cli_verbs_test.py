@@ -355,6 +355,9 @@ def test_inspect_shows_a_checkpoint():
     refused("inspect", MODEL, "--contract", "lockstop", rc=2, named="lockstep")
     ggml = run("inspect", MODEL, "--contract", "mx-even").stdout
     assert "2 blocks of 32" in ggml
+    (shares,) = [line for line in ggml.splitlines() if line.startswith("experts down") and "%" in line]
+    bias, dead, grid = (float(share) for share in shares.replace("%", " ").split()[2:5])
+    assert bias > 5 and 0 < dead < 30 and grid > 30
 
 
 def test_a_run_is_inspected_and_judged_by_its_directory(tmp_path):

@@ -13,6 +13,8 @@
 #include "cli/session.h"
 #include "data/chat_template.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/macro_block.h"
+#include "kernels/exact/mx_error.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "model/safetensors.h"
@@ -38,6 +40,8 @@ struct PartSum {
   std::int64_t code_bytes = 0;
   std::int64_t blocks = 0, zero_blocks = 0;
   double error = 0, norm = 0;
+  kernels::MxError mx{};   // of MXFP4: the parts of `error`
+  double macro_error = 0;  // and what would be left of it under macro blocks
 };
 using Parts = std::array<PartSum, kParts.size()>;
 
@@ -81,6 +85,7 @@ class Measure {
       part.error += difference * difference;
       part.norm += value * value;
     }
+    if (rule_.is_mx() && rule_.element == Element::kE2m1) add_mx(x, packed, part);
     part.quantized += 1;
     part.code_bytes += static_cast<std::int64_t>(codes_.size() + scales_.size() + sizeof global_);
     part.blocks += static_cast<std::int64_t>(scales_.size());
@@ -92,6 +97,30 @@ class Measure {
   static TensorView<T, 2> view(std::vector<T>& values, std::int64_t rows, std::int64_t cols) {
     values.resize(static_cast<std::size_t>(rows * cols));
     return {values.data(), {rows, cols}, {cols, 1}};
+  }
+
+  /// Where MXFP4's error comes from. Overwrites the codes.
+  void add_mx(const TensorView<const float, 2>& x, const PackedView<std::uint8_t>& packed,
+              PartSum& part) {
+    const auto [rows, cols] = x.shape;
+    const auto numbers = view(bf16_, rows, cols);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t col = 0; col < cols; ++col) {
+        numbers.data[row * cols + col] = to_bf16(x.data[row * x.stride[0] + col]);
+      }
+    }
+    part.mx.add(kernels::mx_error(numbers, rule_));
+    const auto back = view(back_, rows, cols);
+    kernels::quantize_macro(
+        {.x = numbers,
+         .rule = rule_,
+         .out = packed,
+         .mantissas = view(mantissas_, rows, (cols + kMacroBlock - 1) / kMacroBlock),
+         .values = back});
+    for (std::size_t i = 0; i < back_.size(); ++i) {
+      const auto lost = static_cast<double>(back_[i]) - static_cast<double>(to_float(bf16_[i]));
+      part.macro_error += lost * lost;
+    }
   }
 
   TensorView<const float, 2> as_f32(const WeightValue& value) {
@@ -108,7 +137,8 @@ class Measure {
 
   Quantizer rule_;
   std::vector<float> f32_, back_;
-  std::vector<std::uint8_t> codes_, scales_;
+  std::vector<std::uint8_t> codes_, scales_, mantissas_;
+  std::vector<Bf16> bf16_;
   float global_ = 0;
 };
 
@@ -217,6 +247,22 @@ std::string fit_text(const Quantizer& rule, std::int32_t length) {
   return cat({rule.scale_cols(length), " blocks of ", std::min(rule.block, length)});
 }
 
+/// Where MXFP4's squared error comes from.
+std::string mx_lines(const Parts& parts) {
+  std::vector<std::vector<std::string>> rows = {{"part", "scale's bias", "dead zone", "grid",
+                                                 "cos(scale, grid)", "in the dead zone",
+                                                 "rel. error in macro blocks"}};
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const kernels::MxError& e = parts[i].mx;
+    if (e.total <= 0) continue;
+    const auto percent = [](double part, double all) { return fixed(100 * part / all, 1) + " %"; };
+    rows.push_back({kParts[i], percent(e.scale, e.total), percent(e.dead_zone, e.total),
+                    percent(e.grid, e.total), fixed(e.cosine(), 2), percent(e.dead, e.elements),
+                    fixed(std::sqrt(parts[i].macro_error / e.signal), 4)});
+  }
+  return rows.size() == 1 ? "" : "\n" + columns(rows);
+}
+
 std::string fit_lines(const ModelConfig& config, const Contract& contract) {
   const struct {
     const char* name;
@@ -253,7 +299,7 @@ void inspect_checkpoint(const fs::path& folder, const InspectArgs& args) {
   measure(*policy.weights, contract, parts);
   print(shape_lines(policy, parts) + "contract:  " + args.contract + ", id " +
         hex(contract.id().value) + "\n" + fit_lines(policy.config, contract) + "\n" +
-        part_lines(parts, policy.config, contract));
+        part_lines(parts, policy.config, contract) + mx_lines(parts));
 }
 
 void inspect_safetensors(const fs::path& path) {
