@@ -38,9 +38,17 @@ void check_room(const recipe::Budget& budget, const std::filesystem::path& folde
 }
 
 /// Refuses a schedule that the task runs out of prompts in: at the start, not at that step.
-void check_prompts(const data::Task& task, const Schedule& schedule) {
+/// And a cache in which the first step's longest prompt has no room for its answer.
+void check_prompts(const data::Task& task, const recipe::Recipe& recipe, const Arm& arm,
+                   const ModelConfig& model) {
+  const Schedule& schedule = recipe.schedule;
   try {
     task.prompts(schedule.steps - 1, schedule.prompts_per_step);
+    std::size_t longest = 0;
+    for (const data::Prompt& prompt : task.prompts(0, schedule.prompts_per_step)) {
+      longest = std::max(longest, prompt.tokens.size());
+    }
+    recipe::check(recipe, arm, model, static_cast<std::int64_t>(longest));
   } catch (const Error& error) {
     throw Usage(error.what());
   }
@@ -96,7 +104,7 @@ class Training {
   Arm prepared(const Begin& begin) {
     take_exponents(run_dir_, recipe_);
     const Arm arm = checked_arm(recipe_, policy_.config);
-    check_prompts(*task_, recipe_.schedule);
+    check_prompts(*task_, recipe_, arm, policy_.config);
     if (!run_dir_.recipe().empty()) {
       run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
     }

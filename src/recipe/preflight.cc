@@ -56,6 +56,10 @@ void check_qat(const Arm& arm) {
                        row.key, " = false, or let the contract quantize it"}));
     }
   }
+}
+
+/// Each guided site is one that the trainer quantizes, by a rule that the mode can follow.
+void check_sites(const Arm& arm) {
   const struct {
     const char* name;
     Site site;
@@ -67,10 +71,8 @@ void check_qat(const Arm& arm) {
       {"w2_in", Site::kW2In, arm.qat.activations, "activations", arm.contract.activation},
       {"k", Site::kK, arm.qat.k, "k", arm.contract.k},
       {"v", Site::kV, arm.qat.v, "v", arm.contract.v}};
-  bool any = false;
   for (const auto& row : sites) {
     if (!arm.guide.sites.has(row.site)) continue;
-    any = true;
     if (!row.imitated) {
       throw Error(cat({"guide.sites has ", row.name,
                        ", which the trainer does not quantize; set "
@@ -90,6 +92,11 @@ void check_qat(const Arm& arm) {
         "guide.mode is rollout_scale and guide.sites has k or v, whose FP8 scale is the contract's "
         "and leaves nothing to record; take k and v out of guide.sites");
   }
+}
+
+/// Mode, sites and layers go together.
+void check_guide(const Arm& arm) {
+  const bool any = arm.guide.sites.bits != 0;
   if (any && arm.guide.mode == Guidance::kOwnScale) {
     throw Error(
         "guide.sites is not empty and guide.mode is own_scale, which follows no record; "
@@ -216,7 +223,8 @@ void check_sync(const sync::Options& o) {
   }
 }
 
-void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
+void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
+                   std::int64_t prompt_tokens) {
   const Sampling& sampling = r.schedule.sampling;
   if (sampling.max_new_tokens >= model.max_positions) {
     throw Error(cat({"rollout.max_new_tokens is ", sampling.max_new_tokens,
@@ -228,12 +236,13 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
                      model.vocabulary, " tokens; take as many at most"}));
   }
   const Budget b = budget(r, arm, model);
-  const std::int64_t longest = std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;
+  const std::int64_t longest =
+      prompt_tokens + std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;
   if (b.cache_per_token * longest > r.rollout.cache_bytes) {
     throw Error(cat({"rollout.cache is ", bytes_text(r.rollout.cache_bytes),
-                     ", too small for one sequence of ", sampling.max_new_tokens,
-                     " new tokens, which takes ", bytes_text(b.cache_per_token * longest),
-                     "; raise rollout.cache"}));
+                     ", too small for one sequence of ", prompt_tokens, " given and ",
+                     sampling.max_new_tokens, " new tokens, which takes ",
+                     bytes_text(b.cache_per_token * longest), "; raise rollout.cache"}));
   }
   if (b.record_per_token * sampling.max_new_tokens > r.store.ram_bytes) {
     throw Error(
@@ -245,13 +254,16 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model) {
 
 }  // namespace
 
-void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
+void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
+           std::int64_t prompt_tokens) {
   check_shapes(arm, model);
   check_qat(arm);
+  check_sites(arm);
+  check_guide(arm);
   check_residual(recipe.arm, arm, model);
   check_rl(recipe, arm);
   check_sync(arm.sync);
-  check_rollout(recipe, arm, model);
+  check_rollout(recipe, arm, model, prompt_tokens);
   const auto expected = static_cast<std::size_t>(2 * model.num_layers);
   const std::vector<std::int8_t>& exponents = recipe.arm.kv_exponents;
   if (!exponents.empty() && exponents.size() != expected) {

@@ -8,8 +8,10 @@
 
 namespace lockstep::recipe {
 
-/// Throws Error for the first contradiction: key, value, remedy.
-void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
+/// Throws Error for the first contradiction: key, value, remedy. `prompt_tokens` is the longest
+/// prompt's length where it is known.
+void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
+           std::int64_t prompt_tokens = 0);
 
 struct Budget {
   std::int64_t parameters = 0;

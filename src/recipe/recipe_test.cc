@@ -213,6 +213,18 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[rl]\noverlong_buffer_len = 200"), "");
 }
 
+TEST(Preflight, TheCacheHoldsThePromptToo) {
+  const Recipe recipe = parse_recipe("[rollout]\ncache = 200000\nmax_new_tokens = 64\n", "r.toml");
+  const Arm arm = bind(recipe.arm, kModel, recipe.rollout, recipe.rl);
+  check(recipe, arm, kModel);
+  try {
+    check(recipe, arm, kModel, 100000);
+    FAIL() << "a prompt that the cache has no room for";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("100000 given and 64 new"), std::string::npos);
+  }
+}
+
 TEST(Preflight, BytesOfTheBudget) {
   const Recipe r = parse_recipe("arm = \"trace\"", "r");
   const Budget b = budget(r, bind(r.arm, kModel), kModel);
