@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "kernels/exact/quantize.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
 #include "ops/round.h"
@@ -74,6 +75,44 @@ Tensor grouped(const Tensor& x, const Tensor& w, const std::vector<std::int64_t>
   return y;
 }
 
+/// The same product of codes: item i is row from[i] of x, quantized by the rule; empty: row i. In
+/// FP32, rounded once.
+Tensor coded_product(TensorView<const Bf16, 2> x, const Quantizer& rule,
+                     const kernels::W4a4Weights& w, const std::vector<std::int64_t>& offsets,
+                     const std::vector<std::int32_t>& from) {
+  const std::int64_t rows = x.shape[0], cols = x.shape[1], blocks = cols / rule.block;
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * cols / 2));
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * blocks));
+  std::vector<float> global(static_cast<std::size_t>(rows));
+  const PackedView<std::uint8_t> packed = {.codes = {codes.data(), {rows, cols / 2}, {cols / 2, 1}},
+                                           .scales = {scales.data(), {rows, blocks}, {blocks, 1}},
+                                           .global = {global.data(), {rows}, {1}}};
+  kernels::quantize({.x = x, .rule = rule, .out = packed});
+  const std::vector<std::int32_t> ends(offsets.begin(), offsets.end());
+  const auto items = offsets.back();
+  Tensor y = at::empty({items, w.out}, at::kFloat);
+  kernels::W4a4Args args = {.a = packed,
+                            .w = w,
+                            .offsets = {ends.data(), {std::ssize(ends)}, {1}},
+                            .out = {y.data_ptr<float>(), {items, w.out}, {w.out, 1}}};
+  if (!from.empty()) args.from = {from.data(), {items}, {1}};
+  kernels::w4a4(args);
+  return y;
+}
+
+Tensor coded_gate_up(const Coded& coded, const Sorted& sorted, std::int64_t k) {
+  const std::int64_t tokens = coded.source.size(0), width = coded.source.size(1);
+  std::vector<Bf16> numbers(static_cast<std::size_t>(tokens * width));
+  store_bf16(coded.source, numbers.data());
+  std::vector<std::int32_t> token;
+  const std::int64_t* pair = sorted.pair_of.data_ptr<std::int64_t>();
+  for (std::int64_t r = 0; r < tokens * k; ++r) {
+    token.push_back(static_cast<std::int32_t>(pair[r] / k));
+  }
+  return coded_product({numbers.data(), {tokens, width}, {width, 1}}, coded.rule, *coded.gate_up,
+                       sorted.offsets, token);
+}
+
 /// dw[e] = dy[rows of e]^T * x[rows of e]; zero for an expert without rows.
 Tensor grouped_weight_grad(const Tensor& dy, const Tensor& x,
                            const std::vector<std::int64_t>& offsets) {
@@ -110,12 +149,13 @@ Tensor swiglu_f32(const Tensor& gate_up) {
 }
 
 /// The same to the rollout's bits, as BF16 numbers; `rounding`, if there is one, sees the rows in
-/// the order of pairs.
-Tensor swiglu_bf16(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding) {
+/// the order of pairs. `numbers` keeps what they were before it, sorted.
+Tensor swiglu_bf16(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding,
+                   std::vector<Bf16>& numbers) {
   const std::int64_t rows = gate_up.size(0);
   const std::int64_t f = gate_up.size(1) / 2;
   const float* from = gate_up.data_ptr<float>();
-  std::vector<Bf16> numbers(static_cast<std::size_t>(rows * f));
+  numbers.resize(static_cast<std::size_t>(rows * f));
   kernels::swiglu({.gate = {from, {rows, f}, {2 * f, 1}},
                    .up = {from + f, {rows, f}, {2 * f, 1}},
                    .out = {numbers.data(), {rows, f}, {f, 1}}});
@@ -220,14 +260,20 @@ CombineGrads combine_backward(const Tensor& dout, const Tensor& y, const Tensor&
 struct Experts : Function<Experts> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gates,
                         const Tensor& w13, const Tensor& w2, const Tensor& experts,
-                        const Rounding& round_slots, bool bf16) {
+                        const Rounding& round_slots, bool bf16, const Coded& coded) {
     const std::int64_t k = gates.size(1);
     const Sorted sorted = sort_by_expert(experts, w13.size(0));
     const Tensor in = gather_rows(x, sorted.pair_of, k);
-    const Tensor gate_up = grouped(in, w13, sorted.offsets, true);
-    const Tensor down_in =
-        bf16 || round_slots ? swiglu_bf16(gate_up, sorted, round_slots) : swiglu_f32(gate_up);
-    const Tensor down = grouped(down_in, w2, sorted.offsets, true);
+    const bool codes = coded.gate_up != nullptr;
+    const Tensor gate_up =
+        codes ? coded_gate_up(coded, sorted, k) : grouped(in, w13, sorted.offsets, true);
+    std::vector<Bf16> numbers;
+    const Tensor down_in = bf16 || round_slots ? swiglu_bf16(gate_up, sorted, round_slots, numbers)
+                                               : swiglu_f32(gate_up);
+    const std::int64_t rows = down_in.size(0), f = down_in.size(1);
+    const Tensor down = codes ? coded_product({numbers.data(), {rows, f}, {f, 1}}, coded.rule,
+                                              *coded.down, sorted.offsets, {})
+                              : grouped(down_in, w2, sorted.offsets, true);
     ctx->save_for_backward(
         {gates, w13, w2, in, gate_up, down_in, down, sorted.row_of, sorted.pair_of});
     ctx->saved_data["offsets"] = sorted.offsets;
@@ -248,15 +294,15 @@ struct Experts : Function<Experts> {
     const Tensor din = grouped(dgate_up, w13, offsets, false);
     const Tensor dx = combine(din, Tensor(), row_of, gates.size(1), false);
     const Tensor none;
-    return {dx, d.gates, dw13, dw2, none, none, none};
+    return {dx, d.gates, dw13, dw2, none, none, none, none};
   }
 };
 
 }  // namespace
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
-               const Tensor& experts, const Rounding& round_slots, bool bf16) {
-  return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16);
+               const Tensor& experts, const Rounding& round_slots, bool bf16, const Coded& coded) {
+  return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16, coded);
 }
 
 Tensor choose_experts(const Tensor& p, std::int64_t k) {

@@ -1,9 +1,20 @@
 #pragma once
 
+#include "kernels/exact/w4a4.h"
+#include "numerics/quantizer.h"
 #include "ops/guide.h"
 #include "ops/torch.h"
 
 namespace lockstep::ops {
+
+/// The rollout's own product in the forward (QaRL): codes times codes, exactly. The backward is that
+/// of the same operands' values.
+struct Coded {
+  const kernels::W4a4Weights* gate_up = nullptr;  // codes of w13; nullptr: no such product
+  const kernels::W4a4Weights* down = nullptr;     // codes of w2
+  Quantizer rule{};                               // of what the experts read
+  at::Tensor source{};  // [T, D] BF16 numbers, of which x has the values of the codes
+};
 
 /// sum_k gate[t, k] * down_e(swiglu(gate_up_e(x[t]))), e = expert[t, k], in FP32 and slot order,
 /// rounded once with `bf16`.
@@ -14,7 +25,7 @@ namespace lockstep::ops {
 /// Tokens are sorted by expert, so that each expert is one product.
 at::Tensor experts(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& w13,
                    const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots,
-                   bool bf16);
+                   bool bf16, const Coded& coded = {});
 
 /// The K experts of the largest probabilities, in falling order; of equal ones the lower index.
 /// p [T, E] -> int64 [T, K]

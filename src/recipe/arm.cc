@@ -119,6 +119,14 @@ ArmSpec qerl() {
   return arm;
 }
 
+ArmSpec qarl() {
+  ArmSpec arm = w4a4();
+  arm.name = "qarl";
+  arm.qat.real_product = true;
+  arm.surrogate = rl::Surrogate::kTbpo;
+  return arm;
+}
+
 ArmSpec qurl() {
   ArmSpec arm = naive();
   arm.name = "qurl";
@@ -167,6 +175,7 @@ std::vector<ArmSpec> all_arms() {
       w4a16(),
       w4a4(),
       quads(),
+      qarl(),
       qerl(),
       qurl(),
       trace(),

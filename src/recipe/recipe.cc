@@ -84,6 +84,8 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"qat.residual", &a.qat_residual, "... the second pass over them, which must be dense?"},
       {"qat.k", &a.qat.k, "... its K?"},
       {"qat.v", &a.qat.v, "... its V?"},
+      {"qat.real_product", &a.qat.real_product,
+       "the trainer's experts multiply NVFP4 codes exactly, as the rollout's do (QaRL)"},
       {"guide.mode",
        choice(a.mode, {"own_scale", "rollout_scale", "lsb_scale_mod4", "lsb", "full_guided",
                        "full_forced"}),

@@ -34,7 +34,7 @@ Tensor int64_tensor(const std::vector<std::int64_t>& values) {
 
 Network::Network(const ModelConfig& config, const Parameters& parameters, const Floats& grads,
                  const ops::RopeTable& rope, bool bf16)
-    : config_(config), bf16_(bf16), rope_(rope) {
+    : config_(config), parameters_(parameters), bf16_(bf16), rope_(rope) {
   const std::int64_t d = config.hidden;
   const std::int64_t c = config.head_dim;
   const std::int64_t e = config.num_experts;
@@ -116,8 +116,12 @@ Tensor Network::mlp(std::int32_t layer, const Tensor& h, const Sites& sites) con
   const Tensor chosen = sites.experts(Layer{layer}, p.detach());
   Tensor gates = p.gather(1, chosen);
   if (config_.normalize_gates) gates = gates / gates.sum(1, true);
+  ops::Coded coded;
+  if (const ExpertCodes* codes = parameters_.codes(Layer{layer})) {
+    coded = {&codes->gate_up, &codes->down, sites.activation_rule(), x.detach()};
+  }
   return ops::experts(sites.w13_in(Layer{layer}, x), gates, w.w13, w.w2, chosen,
-                      sites.w2_in(Layer{layer}), bf16_);
+                      sites.w2_in(Layer{layer}), bf16_, coded);
 }
 
 Tensor Network::layer(std::int32_t layer, const Tensor& h, const Pack& pack,

@@ -67,6 +67,7 @@ class Network {
   at::Tensor mlp(std::int32_t layer, const at::Tensor& h, const Sites& sites) const;
 
   const ModelConfig& config_;
+  const Parameters& parameters_;
   bool bf16_;
   std::vector<LayerWeights> layers_;
   at::Tensor embedding_;  // [V, D]

@@ -53,6 +53,7 @@ Parameters::Parameters(const ModelConfig& config, Numbers numbers)
       moment1(total_),
       moment2(total_) {
   for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;
+  if (numbers_.codes) make_room_for_codes(config);
 }
 
 std::int64_t Parameters::place(std::vector<Slot>& slots, std::int64_t offset,
@@ -82,11 +83,35 @@ std::span<float> Parameters::of(const Floats& numbers, const Slot& slot) const {
   return numbers.all().subspan(static_cast<std::size_t>(slot.offset), slot.count());
 }
 
-namespace {
+void Parameters::make_room_for_codes(const ModelConfig& config) {
+  const auto room = [&](std::int32_t out, std::int32_t cols) {
+    kernels::W4a4Weights weights = {.experts = config.num_experts, .out = out, .cols = cols};
+    const auto bytes = static_cast<std::size_t>(config.num_experts *
+                                                kernels::W4a4Weights::expert_bytes(out, cols));
+    code_memory_.emplace_back((bytes + 63) / 64, Line{});
+    weights.data = code_memory_.back().front().bytes;
+    return weights;
+  };
+  for (std::int32_t l = 0; l < config.num_layers; ++l) {
+    if (!numbers_.contract.layers.has(Layer{l})) {
+      codes_.emplace_back();
+      continue;
+    }
+    codes_.push_back({.gate_up = room(2 * config.expert_width, config.hidden),
+                      .down = room(config.hidden, config.expert_width)});
+  }
+}
+
+const ExpertCodes* Parameters::codes(Layer layer) const {
+  if (codes_.empty()) return nullptr;
+  const ExpertCodes& of_layer = codes_[static_cast<std::size_t>(layer.value)];
+  return of_layer.gate_up.data != nullptr ? &of_layer : nullptr;
+}
 
 /// Master -> codes -> what the codes are worth: what sync sends, seen from this side.
-void fake_quantize(std::span<const float> master, std::span<float> out, const Slot& slot,
-                   const Quantizer& rule) {
+void Parameters::fake_quantize(const Slot& slot) const {
+  const Quantizer& rule = numbers_.contract.weight;
+  const std::span<float> master = of(masters, slot), out = of(compute, slot);
   const std::int64_t cols = slot.cols;
   const std::int64_t bytes = rule.code_bytes(cols);
   const std::int64_t bands = rule.scale_rows(slot.rows), blocks = rule.scale_cols(cols);
@@ -103,9 +128,11 @@ void fake_quantize(std::span<const float> master, std::span<float> out, const Sl
   }
   kernels::dequantize(
       {.codes = packed, .rule = rule, .f32 = {out.data(), {slot.rows, cols}, {cols, 1}}});
+  if (const ExpertCodes* kept = this->codes(slot.id.layer)) {
+    const bool down = slot.id.role == WeightId::Role::kDown;
+    kernels::w4a4_fill(down ? kept->down : kept->gate_up, slot.id.expert.value, 0, packed);
+  }
 }
-
-}  // namespace
 
 void Parameters::refresh() {
   parallel_for(static_cast<std::int64_t>(slots_.size()), 1,
@@ -116,7 +143,7 @@ void Parameters::refresh() {
                    const std::span<float> out = of(compute, slot);
                    if (numbers_.fp4_experts && of_expert(slot.id.role) &&
                        numbers_.contract.layers.has(slot.id.layer)) {
-                     fake_quantize(master, out, slot, numbers_.contract.weight);
+                     fake_quantize(slot);
                    } else if (numbers_.bf16) {
                      std::ranges::transform(master, out.begin(),
                                             [](float x) { return to_float(to_bf16(x)); });

@@ -3,6 +3,7 @@
 /// the experts of a layer are one stack.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "contract/contract.h"
+#include "kernels/exact/w4a4.h"
 #include "model/config.h"
 #include "model/weights.h"
 
@@ -43,6 +45,11 @@ struct Slot {
   std::size_t count() const { return static_cast<std::size_t>(rows * cols); }
 };
 
+/// A layer's routed experts as codes, in the order that the exact product reads.
+struct ExpertCodes {
+  kernels::W4a4Weights gate_up, down;
+};
+
 class Parameters {
  public:
   /// Which of them compute with FP4 values, and whether the others with BF16 values.
@@ -50,6 +57,7 @@ class Parameters {
     Contract contract;
     bool fp4_experts = false;
     bool bf16 = true;
+    bool codes = false;  // are the experts' codes kept as well?
   };
 
   Parameters(const ModelConfig& config, Numbers numbers);
@@ -63,12 +71,23 @@ class Parameters {
   /// Throws Error naming the weight that is not finite.
   void refresh();
 
+  /// Those of the weights that the last refresh() saw; nullptr where none are kept.
+  const ExpertCodes* codes(Layer layer) const;
+
   std::int64_t size() const { return masters.size(); }
 
  private:
   std::int64_t place(std::vector<Slot>& slots, std::int64_t offset, const ModelConfig& config);
 
+  void make_room_for_codes(const ModelConfig& config);
+  void fake_quantize(const Slot& slot) const;
+
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
   Numbers numbers_;
+  std::vector<ExpertCodes> codes_;  // [L], or empty
+  std::vector<std::vector<Line>> code_memory_;
   std::vector<Slot> slots_;
   std::map<WeightId, std::size_t> index_;
   std::int64_t total_ = 0;

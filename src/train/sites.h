@@ -36,6 +36,9 @@ class Sites {
   Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
         Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
 
+  /// The contract's rule for what the experts read.
+  const Quantizer& activation_rule() const { return agreement_.contract.activation; }
+
   /// The routed experts' shared input.   [T, D]
   at::Tensor w13_in(Layer layer, const at::Tensor& x) const;
 

@@ -40,7 +40,8 @@ struct Step {
 Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Options& options) {
   return {.contract = agreement.contract,
           .fp4_experts = qat.weights && agreement.contract.weight.quantizes(),
-          .bf16 = options.bf16};
+          .bf16 = options.bf16,
+          .codes = qat.real_product};
 }
 
 /// Passes are spread over lanes: each has gradients of its own and computes on one thread, so that
@@ -221,6 +222,27 @@ void require_weights(bool ready) {
   if (!ready) throw Error("the trainer has no weights yet: load a checkpoint first");
 }
 
+/// The exact product takes NVFP4 codes that this trainer made itself.
+void check_product(const Agreement& agreement, const Qat& qat, const Options& options) {
+  if (!qat.real_product) return;
+  const Contract& c = agreement.contract;
+  const auto nvfp4 = [](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && !rule.is_mx() && rule.global_is_power_of_two;
+  };
+  if (!qat.weights || !qat.activations || !options.bf16 || !nvfp4(c.weight) ||
+      !nvfp4(c.activation)) {
+    throw Error(
+        "qat.real_product multiplies NVFP4 codes of weights and activations in a BF16 trainer: it "
+        "needs qat.weights, qat.activations and trainer.bf16, and a contract of such codes");
+  }
+  if (agreement.guide.sites.has(Site::kW13In) || agreement.guide.sites.has(Site::kW2In) ||
+      qat.residual_alpha != 0.0f) {
+    throw Error(
+        "qat.real_product takes the trainer's own codes: leave w13_in and w2_in out of "
+        "guide.sites, and qat.residual off");
+  }
+}
+
 void check(const Agreement& agreement, const Options& options, Device device) {
   if (device.kind != Device::Kind::kCpu) {
     throw Error("the trainer runs on the CPU only; set device = \"cpu\"");
@@ -283,6 +305,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
 Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
                  Comm& comm) {
   check(agreement, options, device);
+  check_product(agreement, qat, options);
   keep_freed_memory();
   impl_ = std::make_unique<Impl>(agreement, qat, options, comm);
 }

@@ -11,7 +11,10 @@
 #include "base/parallel.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
+#include "kernels/exact/swiglu.h"
+#include "kernels/exact/w4a4.h"
 #include "model/names.h"
+#include "ops/experts.h"
 #include "train/plain_model.h"
 #include "train/testing.h"
 
@@ -535,6 +538,84 @@ TEST_F(TrainerTest, R22_WeightsLearnThroughTheirQuantizedValues) {
     EXPECT_LT(relative_error(gradient.at(id), w.grad()), 1e-3) << to_string(id);
     if (of_expert(id.role)) {
       EXPECT_FALSE(w.equal(masters.at(id))) << to_string(id);
+    }
+  }
+}
+
+/// Codes of one expert after another, as the rollout holds them, and what its experts give for x:
+/// the exact product, SwiGLU, the exact product, gates in slot order.
+TEST_F(TrainerTest, TheRealProductIsTheRolloutsBitForBit) {
+  constexpr std::int64_t kT = 7, kD = 32, kF = 16, kE = 3, kK = 2;
+  const Quantizer rule = contracts::lockstep(1).activation;
+  const Quantizer weight_rule = contracts::lockstep(1).weight;
+  torch::manual_seed(4);
+  const auto bf16 = [](const Tensor& t) { return t.to(at::kBFloat16).to(at::kFloat); };
+  const Tensor x = bf16(torch::randn({kT, kD})), gates = torch::rand({kT, kK});
+  const Tensor chosen = torch::randint(kE, {kT, kK}, at::kLong);
+  struct Packed {
+    Packed(std::int64_t rows, std::int64_t cols)
+        : codes(static_cast<std::size_t>(rows * cols / 2)),
+          scales(static_cast<std::size_t>(rows * cols / 16)),
+          global(static_cast<std::size_t>(rows)),
+          view{{codes.data(), {rows, cols / 2}, {cols / 2, 1}},
+               {scales.data(), {rows, cols / 16}, {cols / 16, 1}},
+               {global.data(), {rows}, {1}}} {}
+    std::vector<std::uint8_t> codes, scales;
+    std::vector<float> global;
+    PackedView<std::uint8_t> view;
+  };
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<std::vector<Line>> memory;
+  const auto coded = [&](const Tensor& w) {
+    const auto out = static_cast<std::int32_t>(w.size(1)),
+               in = static_cast<std::int32_t>(w.size(2));
+    memory.emplace_back(
+        static_cast<std::size_t>(kE * kernels::W4a4Weights::expert_bytes(out, in) / 64 + 1));
+    kernels::W4a4Weights to = {memory.back().front().bytes, kE, out, in};
+    for (std::int32_t e = 0; e < kE; ++e) {
+      Packed p(out, in);
+      PackedView<std::uint8_t> view = p.view;
+      view.global = {p.global.data(), {out}, {0}};
+      kernels::quantize_weight({w.data_ptr<float>() + e * out * in, {out, in}, {in, 1}},
+                               weight_rule, view);
+      kernels::w4a4_fill(to, e, 0, view);
+    }
+    return to;
+  };
+  const Tensor w13 = torch::randn({kE, 2 * kF, kD}), w2 = torch::randn({kE, kD, kF});
+  const kernels::W4a4Weights gate_up = coded(w13), down = coded(w2);
+  const Tensor ours = ops::experts(x, gates, w13, w2, chosen, {}, true, {&gate_up, &down, rule, x});
+  for (std::int64_t t = 0; t < kT; ++t) {
+    std::vector<float> sum(kD);
+    for (std::int64_t k = 0; k < kK; ++k) {
+      const auto e = static_cast<std::int32_t>(chosen[t][k].item<std::int64_t>());
+      const auto product = [&](const std::vector<Bf16>& row, const kernels::W4a4Weights& w) {
+        const auto cols = static_cast<std::int64_t>(row.size());
+        Packed p(1, cols);
+        kernels::quantize({.x = {row.data(), {1, cols}, {cols, 1}}, .rule = rule, .out = p.view});
+        std::vector<std::int32_t> offsets(kE + 1);
+        std::fill(offsets.begin() + e + 1, offsets.end(), 1);
+        std::vector<float> y(static_cast<std::size_t>(w.out));
+        kernels::w4a4({.a = p.view,
+                       .w = w,
+                       .offsets = {offsets.data(), {kE + 1}, {1}},
+                       .out = {y.data(), {1, w.out}, {w.out, 1}}});
+        return y;
+      };
+      std::vector<Bf16> row(kD), inner(kF);
+      for (std::int64_t i = 0; i < kD; ++i)
+        row[static_cast<std::size_t>(i)] = to_bf16(x[t][i].item<float>());
+      const std::vector<float> g = product(row, gate_up);
+      kernels::swiglu({.gate = {g.data(), {1, kF}, {2 * kF, 1}},
+                       .up = {g.data() + kF, {1, kF}, {2 * kF, 1}},
+                       .out = {inner.data(), {1, kF}, {kF, 1}}});
+      const std::vector<float> y = product(inner, down);
+      for (std::size_t i = 0; i < y.size(); ++i) sum[i] += gates[t][k].item<float>() * y[i];
+    }
+    for (std::int64_t i = 0; i < kD; ++i) {
+      EXPECT_EQ(ours[t][i].item<float>(), to_float(to_bf16(sum[static_cast<std::size_t>(i)])));
     }
   }
 }
