@@ -303,6 +303,36 @@ def test_finished_run_stays_as_it_is(tmp_path):
     before = (tmp_path / "run/metrics.jsonl").read_text()
     assert train(tmp_path).returncode == 0
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    # More steps are no other run: it goes on, judged by what came before.
+    more = train(tmp_path, "schedule.steps=3", "eval.prompts=0")
+    assert more.returncode == 0, more.stderr
+    assert "going on from checkpoints/step_2" in more.stderr and "step 3/3" in more.stderr
+    after = (tmp_path / "run/metrics.jsonl").read_text()
+    assert after.startswith(before) and len(after.splitlines()) == 3
+    assert "steps = 3\n" in (tmp_path / "run/recipe.toml").read_text()
+    refused(train(tmp_path), 1, "schedule.steps: 3 / 2", "more schedule.steps")
     # A plain Hugging Face directory beside the training state.
-    names = {p.name for p in (tmp_path / "run/checkpoints/step_2").iterdir()}
+    names = {p.name for p in (tmp_path / "run/checkpoints/step_3").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "training_state"} <= names
+
+
+# --- sft ------------------------------------------------------------------------------------------
+
+SFT = ["steps=2", "batch=2", "eval_prompts=0"]
+
+
+def test_sft_overwrites_only_its_own(tmp_path):
+    recipe, out = ROOT / "recipes/tiny_sft.toml", tmp_path / "out"
+    assert lockstep("sft", recipe, *SFT, "--out", out).returncode == 0
+    before = (out / "model.safetensors").read_bytes()
+    refused(lockstep("sft", recipe, *SFT, "seed=7", "--out", out), 1, str(out), "seed: 1 / 7", "--out")
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "out.loss.jsonl").exists()
+    assert lockstep("sft", recipe, *SFT, "--out", out).returncode == 0
+    (out / "sft.toml").unlink()
+    refused(lockstep("sft", recipe, *SFT, "--out", out), 1, "not written by sft", "--out")
+
+
+def test_recipe_of_sft_is_not_trained(tmp_path):
+    refused(lockstep("train", ROOT / "recipes/tiny_sft.toml", "--run", tmp_path / "run"), 2,
+            "tiny_sft.toml is a recipe for sft", "./lockstep sft")

@@ -195,6 +195,7 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     refused("rollout", "--score", rows_, "--trace", tmp_path / "t", rc=2, named="--trace")
     refused("rollout", "--score", tmp_path / "none.jsonl", rc=1, named="none.jsonl")
     refused("rollout", "--score", empty, rc=1, named="no rows")
+    (tmp_path / "none").touch()
     refused("rollout", "--out", tmp_path / "none" / "out.jsonl", rc=1, named="none/out.jsonl")
     refused("rollout", "--out", tmp_path, rc=1, named="a folder")
     refused("rollout", "--nothing", rc=2, named="--nothing")
@@ -320,6 +321,11 @@ def test_eval_judges(tmp_path):
     assert mean > 0.3  # it was taught
     text = run("eval", "--n", 6, "--samples", 3, "--top-p", 0.9, SHORT).stdout
     assert "mean@3" in text and "best@3" in text and "on 6 prompts of arith" in text
+    assert "(standard error)" in text
+    text = run("eval", MODEL, SHORT, "--n", 1).stdout
+    assert "+-" not in text and "on 1 prompt of arith (10 to 99 * 2 to 99), the default" in text
+    text = run("eval", MODEL, SHORT, "task.left=[10, 20]", "--n", 1).stdout
+    assert "of arith (10 to 20 * 2 to 99)\n" in text
 
 
 def test_eval_quantizes_afterwards():
@@ -334,6 +340,10 @@ def test_eval_quantizes_afterwards():
 
 def test_eval_refuses_what_cannot_be(tmp_path):
     refused("eval", tmp_path, rc=2, named=["config.json", "recipe.toml"])
+    (tmp_path / "runs/arm/seed_1").mkdir(parents=True)
+    (tmp_path / "runs/arm/seed_1/recipe.toml").touch()
+    for verb in ["eval", "inspect"]:
+        refused(verb, tmp_path / "runs", rc=2, named=["name one that has", "/runs/arm/seed_1"])
     refused("eval", "--greedy", "--top-k", 4, rc=2, named="--greedy")
     refused("eval", "--greedy", "--samples", 4, rc=2, named="--samples")
     refused("eval", "--top-p", 2, "--n", 1, rc=2, named="--top-p: 2")

@@ -7,18 +7,27 @@
 #include "cli/log.h"
 #include "instruments/run.h"
 #include "model/json.h"
-#include "step/watch.h"
 
 namespace lockstep::cli {
+
+std::string ShownSteps::line(std::int64_t step, const Metrics& metrics) {
+  if (count_++ == 0 && step > 1) {
+    replay(instruments::read_runs(folder_).at(0), static_cast<double>(step), watch_);
+  }
+  return watch_.line(step, steps_, metrics);
+}
 
 TrainingResult run_shown(const recipe::Recipe& recipe, const std::filesystem::path& folder,
                          const std::string& name) {
   const std::int64_t steps = recipe.schedule.steps;
-  step::Watch watch;
+  ShownSteps shown(folder, steps);
   Progress progress(name, steps);
+  const std::string judged = "val-core/" + recipe.task.name + "/reward/mean@1";
   return run_training(recipe, folder, [&](std::int64_t step, const Metrics& metrics) {
-    const std::string line = watch.line(step, steps, metrics);
-    if (step == 1 || step % 10 == 0 || step == steps) info("  " + line);
+    const std::string line = shown.line(step, metrics);
+    if (step == 1 || step % 10 == 0 || step == steps || metrics.contains(judged)) {
+      info("  " + line);
+    }
     progress.at(step, line);
   });
 }

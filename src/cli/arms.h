@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/figures.h"
@@ -10,9 +11,27 @@
 
 namespace lockstep::cli {
 
-/// run_training() that shows itself: step 1, every tenth and the last one, each under its verdict.
+/// run_training() that shows itself: step 1, every tenth, the last one and those
+/// that were evaluated, each under its verdict.
 TrainingResult run_shown(const recipe::Recipe& recipe, const std::filesystem::path& folder,
                          const std::string& name);
+
+/// The lines of a run's steps, as people are shown them: a resumed run's go on from what
+/// metrics.jsonl says of the steps before.
+class ShownSteps {
+ public:
+  ShownSteps(std::filesystem::path folder, std::int64_t steps)
+      : folder_(std::move(folder)), steps_(steps) {}
+
+  std::string line(std::int64_t step, const Metrics& metrics);
+  std::int64_t count() const { return count_; }
+
+ private:
+  std::filesystem::path folder_;
+  std::int64_t steps_;
+  std::int64_t count_ = 0;
+  step::Watch watch_;
+};
 
 /// Has a run done all its steps, and is its last checkpoint there?
 bool has_ended(const std::filesystem::path& folder, std::int64_t steps);

@@ -1,6 +1,7 @@
 /// Text for people: tables and numbers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,6 +16,9 @@ std::string fixed(double value, int digits);
 
 /// Sixteen digits.
 std::string hex(std::uint64_t value);
+
+/// "1 prompt", "2 prompts".
+std::string counted(std::size_t count, const std::string& what);
 
 /// To stdout, whole. Throws Error where it takes no more.
 void print(const std::string& text);

@@ -51,13 +51,14 @@ void check(Cell& cell) {
     now.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
     arm = bind(now.arm, model, now.rollout, now.rl);
   }
-  std::string different = recipe::differences(before, recipe::resolved(now, arm.contract.id()),
-                                              (cell.folder / "recipe.toml").string());
+  std::string different = recipe::hindrances(before, recipe::resolved(now, arm.contract.id()),
+                                             (cell.folder / "recipe.toml").string());
   std::replace(different.begin(), different.end(), '\n', ';');
   if (!different.empty()) {
     throw Usage(cat({cell.folder.string(), " began with another recipe (", different,
                      " before / now); go on with that one, or give this comparison another "
-                     "--run"}));
+                     "--run; ",
+                     recipe::kExtending}));
   }
   cell.ended = has_ended(cell.folder, cell.recipe.schedule.steps);
 }
@@ -82,6 +83,20 @@ std::vector<Cell> cells_of(const recipe::Comparison& comparison, const fs::path&
   return cells;
 }
 
+std::string time_text(double seconds) {
+  return seconds < 90 ? cat({std::ceil(seconds), " s"}) : cat({std::ceil(seconds / 60), " min"});
+}
+
+std::string drift_text(const rollout::Drift& drift) {
+  std::string text;
+  if (drift.noise > 0) {
+    text = cat({"noise of relative size ", drift.noise, " on every block output of the rollout"});
+  }
+  if (drift.split_k) text += cat({text.empty() ? "" : ", ", "products added in two halves"});
+  return text.empty() ? "none but what the two engines have by nature"
+                      : text + ", set by the recipe";
+}
+
 /// The runs that are still to be done. Returns why some could not go on, a line each.
 std::vector<std::string> run_all(const std::vector<Cell>& cells) {
   std::vector<std::string> stopped;
@@ -98,9 +113,9 @@ std::vector<std::string> run_all(const std::vector<Cell>& cells) {
     const double each = (seconds() - began) / static_cast<double>(std::max<std::int64_t>(done, 1));
     const std::string name = cell.arm + cat({", seed ", cell.recipe.schedule.seed});
     info(cat({name, ", run ", done + 1, " of ", left,
-              done == 0 ? std::string()
-                        : cat({", about ", std::ceil(each * static_cast<double>(left - done) / 60),
-                               " min left"})}));
+              done == 0
+                  ? std::string()
+                  : ", about " + time_text(each * static_cast<double>(left - done)) + " left"}));
     try {
       run_shown(cell.recipe, cell.folder, name);
     } catch (const Error& error) {
@@ -179,8 +194,7 @@ int compare(const CompareArgs& args) {
   print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
              comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
         comparison_table(arms) + "\n" + closing(arms));
-  print(cat({"Drift: noise of relative size ", first.rollout.drift.noise,
-             " on every block output of the rollout, set by the recipe.\nTime: ", std::round(took),
+  print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
              " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
   report({.runs = {root.string()}, .out = "", .figures = ""});
   for (const std::string& line : stopped) error(line);

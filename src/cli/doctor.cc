@@ -148,9 +148,10 @@ std::vector<std::string> recipe_files(const DoctorArgs& args) {
   const char* home = std::getenv("LOCKSTEP_HOME");
   std::vector<std::string> files;
   std::error_code none;
-  for (const auto& entry : fs::directory_iterator(fs::path(home ? home : ".") / "recipes", none)) {
+  const fs::path checkout = home ? home : ".";
+  for (const auto& entry : fs::recursive_directory_iterator(checkout / "recipes", none)) {
     if (entry.path().extension() == ".toml") {
-      files.push_back("recipes/" + entry.path().filename().string());
+      files.push_back(entry.path().lexically_relative(checkout).generic_string());
     }
   }
   std::sort(files.begin(), files.end());
@@ -159,8 +160,7 @@ std::vector<std::string> recipe_files(const DoctorArgs& args) {
 
 bool is_sft(const std::string& file) {
   try {
-    recipe::read_sft_recipe(recipe::find(file, "the recipe"), {});
-    return true;
+    return recipe::is_sft(recipe::find(file, "the recipe"));
   } catch (const Error&) {
     return false;
   }
@@ -177,11 +177,10 @@ void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& a
   if (args.assignments.empty() && is_sft(file)) {
     return doctor.say(file, "for sft; costs what its batch costs");
   }
-  const recipe::Recipe recipe = load_recipe(file, args.assignments);
   std::vector<std::string> row = {file};
   std::string why;
   try {
-    why = fits(recipe, row);
+    why = fits(load_recipe(file, args.assignments), row);
   } catch (const Error& error) {
     why = error.what();
   }

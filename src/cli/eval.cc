@@ -33,6 +33,15 @@ void check(const EvalArgs& args) {
   }
 }
 
+/// How many prompts: as told, else as the recipe evaluates, else as recipes do by default.
+std::int32_t count_of(const EvalArgs& args, const Subject& subject) {
+  if (args.prompts > 0) return args.prompts;
+  const std::int32_t own = subject.recipe.evaluation.prompts;
+  const auto most = std::min<std::int64_t>(subject.task->evaluation_size(),
+                                           own > 0 ? own : recipe::Evaluation{}.prompts);
+  return static_cast<std::int32_t>(std::max<std::int64_t>(most, 1));
+}
+
 struct Judged {
   double mean = 0;   // of all answers
   double error = 0;  // its standard error, over prompts
@@ -106,8 +115,7 @@ void load_weights(const EvalArgs& args, const Subject& subject, rollout::Engine&
 int eval(const EvalArgs& args) {
   check(args);
   const Subject subject = subject_of(args);
-  const std::int32_t n = args.prompts > 0 ? args.prompts : subject.recipe.evaluation.prompts;
-  const std::vector<data::Prompt> prompts = subject.task->evaluation(std::max(n, 1));
+  const std::vector<data::Prompt> prompts = subject.task->evaluation(count_of(args, subject));
   const auto samples = static_cast<std::size_t>(args.samples);
   LinesOut out(args.out);
   const std::unique_ptr<Comm> comm = Comm::single();
@@ -134,10 +142,11 @@ int eval(const EvalArgs& args) {
   out.commit();
   const Judged judged = judge(rewards, samples);
   const auto count = static_cast<double>(answers.size());
-  std::string text =
-      cat({"mean@", samples, " ", fixed(judged.mean, 4), " +- ", fixed(judged.error, 4), " on ",
-           prompts.size(), " prompts of ", subject.recipe.task.name});
+  std::string text = cat(
+      {"mean@", samples, " ", fixed(judged.mean, 4),
+       prompts.size() > 1 ? " +- " + fixed(judged.error, 4) + " (standard error)" : std::string()});
   if (samples > 1) text += cat({", best@", samples, " ", fixed(judged.best, 4)});
+  text += cat({" on ", counted(prompts.size(), "prompt"), " of ", subject.asked()});
   print(text +
         cat({"\n", fixed(tokens / count, 1), " tokens an answer, ", fixed(100 * ended / count, 1),
              " % ended by themselves, ", fixed(tokens / took, 0), " tokens/s; ",

@@ -8,7 +8,6 @@
 
 #include "base/text.h"
 #include "cli/columns.h"
-#include "step/watch.h"
 
 namespace lockstep::cli {
 namespace {
@@ -29,7 +28,7 @@ struct Style {
 };
 
 std::string written(double value, const Style& style) {
-  if (!style.exponent) return fixed(value * style.factor, style.digits);
+  if (value == 0 || !style.exponent) return fixed(value * style.factor, style.digits);
   std::array<char, 32> text;
   std::snprintf(text.data(), text.size(), "%.1e", value);
   return text.data();
@@ -37,9 +36,16 @@ std::string written(double value, const Style& style) {
 
 std::string text_of(const Spread& spread, const Style& style) {
   if (!std::isfinite(spread.mean)) return "-";
-  std::string text = written(spread.mean, style);
+  // What would read as 0 is written in powers of ten.
+  const auto tiny = [&](double value) {
+    return value != 0 && std::abs(value * style.factor) < 0.5 * std::pow(10.0, -style.digits);
+  };
+  const Style powers = {.exponent = true};
+  const bool small = style.factor == 1 && tiny(spread.mean);
+  std::string text = written(spread.mean, small ? powers : style);
   if (std::isfinite(spread.deviation) && spread.deviation > 0) {
-    text += " ±" + written(spread.deviation, style);
+    text += " ±" + written(spread.deviation,
+                           small || (style.factor == 1 && tiny(spread.deviation)) ? powers : style);
   }
   return text + style.unit;
 }
@@ -87,17 +93,21 @@ int rank(const std::string& verdict) {
 
 }  // namespace
 
-std::string verdict(const RunData& run) {
-  step::Watch watch;
+step::Verdict replay(const RunData& run, double before, step::Watch& watch) {
   step::Verdict last;
-  for (std::size_t i = 0; i < run.steps.size(); ++i) {
+  for (std::size_t i = 0; i < run.steps.size() && run.steps[i] < before; ++i) {
     Metrics metrics;
     for (const auto& [name, column] : run.metrics) {
       if (!std::isnan(column[i])) metrics[name] = column[i];
     }
     last = watch.judge(metrics);
   }
-  return step::to_string(last);
+  return last;
+}
+
+std::string verdict(const RunData& run) {
+  step::Watch watch;
+  return step::to_string(replay(run, INFINITY, watch));
 }
 
 ArmFigures figures_of(const std::string& arm, const std::vector<RunData>& runs, double bytes_full) {
@@ -162,18 +172,22 @@ std::string comparison_table(const std::vector<ArmFigures>& arms) {
   const Style fraction = {.digits = 3}, gap = {.digits = 4},
               percent = {.digits = 1, .factor = 100, .unit = " %"},
               growth = {.digits = 2, .factor = 1};
-  std::vector<std::vector<std::string>> rows = {{"arm", "reward", "eval", "mean |dlogp|", "median",
-                                                 "p99", "max", "growth", "flips", "covered",
-                                                 "bytes", "tokens/s", "verdict"}};
+  // Two tables: one of all would be wider than a terminal.
+  std::vector<std::vector<std::string>> outcome = {
+      {"arm", "reward", "eval", "mean |dlogp|", "growth", "p99", "verdict"}};
+  std::vector<std::vector<std::string>> more = {
+      {"arm", "median |dlogp|", "max", "flips", "covered", "bytes a token", "tokens/s"}};
   for (const ArmFigures& a : arms) {
-    rows.push_back({a.arm, text_of(a.reward_last, fraction), text_of(a.eval, fraction),
-                    text_of(a.gap_last, gap), text_of(a.gap_median, {.exponent = true}),
-                    text_of(a.p99_last, fraction), text_of(a.gap_max, {.digits = 2}),
-                    "x" + text_of(a.gap_growth, growth), text_of(a.flips, percent),
+    const std::string times = text_of(a.gap_growth, growth);
+    outcome.push_back({a.arm, text_of(a.reward_last, fraction), text_of(a.eval, fraction),
+                       text_of(a.gap_last, gap), times == "-" ? times : "x" + times,
+                       text_of(a.p99_last, fraction), a.verdict.substr(0, a.verdict.find(':'))});
+    more.push_back({a.arm, text_of(a.gap_median, {.exponent = true}),
+                    text_of(a.gap_max, {.digits = 2}), text_of(a.flips, percent),
                     text_of(a.covered, percent), fixed(a.bytes.mean, 1),
-                    fixed(a.tokens_per_s.mean, 0), a.verdict.substr(0, a.verdict.find(':'))});
+                    fixed(a.tokens_per_s.mean, 0)});
   }
-  return columns(rows);
+  return columns(outcome) + "\n" + columns(more);
 }
 
 nlohmann::json summary_of(const ArmFigures& arm, bool all) {

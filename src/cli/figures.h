@@ -6,8 +6,13 @@
 #include <vector>
 
 #include "instruments/series.h"
+#include "step/watch.h"
 
 namespace lockstep::cli {
+
+/// Shows a watch the run's steps before that one, so that it goes on judging where a run goes on.
+/// Returns its verdict on the last of them.
+step::Verdict replay(const instruments::RunData& run, double before, step::Watch& watch);
 
 /// As the run itself would have judged its last step.
 std::string verdict(const instruments::RunData& run);

@@ -73,7 +73,8 @@ void inspect_run(const fs::path& folder, const InspectArgs& args) {
     ++lines;
     last = line;
   }
-  std::string text = cat({folder.string(), ": a run of ", lines, " steps"});
+  std::string text =
+      cat({folder.string(), ": a run of ", counted(static_cast<std::size_t>(lines), "step")});
   const std::string contract = first_line(folder / "recipe.toml");
   if (contract.starts_with("# ")) text += ", " + contract.substr(2);
   text += "\ncheckpoints:";
@@ -85,7 +86,41 @@ void inspect_run(const fs::path& folder, const InspectArgs& args) {
   if (!last.empty() && args.span.empty()) print("last metrics:\n" + metric_table(last));
 }
 
+/// Is it the directory of a run?
+bool is_run(const fs::path& folder) {
+  return fs::exists(folder / "recipe.toml") || fs::exists(folder / "metrics.jsonl");
+}
+
+std::vector<fs::path> folders_in(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(folder, none)) {
+    if (entry.is_directory(none)) found.push_back(entry.path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
 }  // namespace
+
+std::string runs_inside(const fs::path& folder) {
+  constexpr std::size_t kMost = 6;
+  std::vector<fs::path> runs;
+  for (const fs::path& child : folders_in(folder)) {
+    if (is_run(child)) {
+      runs.push_back(child);
+      continue;
+    }
+    for (const fs::path& below : folders_in(child)) {
+      if (is_run(below)) runs.push_back(below);
+    }
+  }
+  std::string text;
+  for (std::size_t i = 0; i < std::min(runs.size(), kMost); ++i) {
+    text += (i > 0 ? ", " : "") + runs[i].string();
+  }
+  return text + (runs.size() > kMost ? ", ..." : "");
+}
 
 int inspect(const InspectArgs& args) {
   if (!args.why.empty()) {
@@ -113,9 +148,11 @@ int inspect(const InspectArgs& args) {
   } else if (has_segments(path)) {
     inspect_trace(path, args);
   } else {
+    const std::string inside = runs_inside(path);
     throw Usage(cat({path.string(),
                      " has neither config.json (a checkpoint), metrics.jsonl (a run) nor segments; "
-                     "name one that has"}));
+                     "name one that has",
+                     inside.empty() ? "" : ": ", inside}));
   }
   return 0;
 }

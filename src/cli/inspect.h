@@ -25,4 +25,8 @@ void inspect_why(const InspectArgs& args);
 /// "3.w13_in" as a place. Throws Usage.
 Place parse_place(const std::string& text);
 
+/// The runs in a folder of runs, two levels deep as report reads them, by commas; "" where there is
+/// none.
+std::string runs_inside(const std::filesystem::path& folder);
+
 }  // namespace lockstep::cli

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/text.h"
@@ -119,8 +120,9 @@ std::string place_table(const std::map<PlaceKey, PlaceSum>& sums, std::int64_t t
   std::string text = columns(rows);
   if (tokens > 0) {
     const double each = static_cast<double>(bytes) / static_cast<double>(tokens);
-    text += cat({"rows take ", fixed(each, 1), " bytes a token; ", damaged, " of ", blocks,
-                 " blocks are damaged\n"});
+    text += cat({"rows take ", fixed(each, 1), " bytes a token; ", damaged, " of ",
+                 counted(static_cast<std::size_t>(blocks), "block"), damaged == 1 ? " is" : " are",
+                 " damaged\n"});
   }
   return text;
 }
@@ -128,6 +130,18 @@ std::string place_table(const std::map<PlaceKey, PlaceSum>& sums, std::int64_t t
 const char* const kNoSegments =
     "no segments: records leave memory only where store.ram is too small for them; "
     "./lockstep rollout --trace FOLDER writes those of its answers";
+
+/// All spans by prompt, sample and turn; they lie in the order in which they were sealed.
+std::vector<Span> spans_of(const Trace& trace) {
+  std::vector<Span> spans;
+  for (const OpenSegment& segment : trace.segments) {
+    for (const store::StoredSpan& stored : segment.scan.spans) spans.push_back(stored.span);
+  }
+  std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
+    return std::pair(a.id.value, a.version.value) < std::pair(b.id.value, b.version.value);
+  });
+  return spans;
+}
 
 std::string summary(const fs::path& path, const Trace& trace) {
   if (trace.segments.empty() && trace.foreign.empty()) {
@@ -143,20 +157,24 @@ std::string summary(const fs::path& path, const Trace& trace) {
                     cat({s.scan.spans.size()}), bytes_text(s.size),
                     s.scan.finished ? "ended" : "not ended"});
   }
-  std::string text = cat({path.string(), ": ", trace.segments.size(), " segments, ", spans,
-                          " spans of ", tokens, " tokens, ", bytes_text(bytes), "\n"}) +
-                     columns(rows) + "\n" + place_table(count_places(trace), tokens);
+  const auto number = [](std::int64_t n, const char* what) {
+    return counted(static_cast<std::size_t>(n), what);
+  };
+  std::string text =
+      cat({path.string(), ": ", counted(trace.segments.size(), "segment"), ", ",
+           number(spans, "span"), " of ", number(tokens, "token"), ", ", bytes_text(bytes), "\n"}) +
+      columns(rows) + "\n" + place_table(count_places(trace), tokens);
   for (const std::string& line : trace.foreign) text += "left alone: " + line + "\n";
   if (trace.damage.bytes > 0) text += cat({"damaged: ", trace.damage.bytes, " bytes dropped\n"});
   for (const std::string& line : trace.damage.lines) text += "  " + line + "\n";
-  std::size_t shown = 0;
   text += "\n";
-  for (const OpenSegment& segment : trace.segments) {
-    for (const store::StoredSpan& stored : segment.scan.spans) {
-      if (shown++ < kSpansShown) text += span_text(stored.span) + "\n";
-    }
+  const std::vector<Span> in_order = spans_of(trace);
+  for (std::size_t i = 0; i < std::min(in_order.size(), kSpansShown); ++i) {
+    text += span_text(in_order[i]) + "\n";
   }
-  if (shown > kSpansShown) text += cat({"... and ", shown - kSpansShown, " more spans\n"});
+  if (in_order.size() > kSpansShown) {
+    text += cat({"... and ", counted(in_order.size() - kSpansShown, "more span"), "\n"});
+  }
   return text;
 }
 

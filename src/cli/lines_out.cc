@@ -14,12 +14,13 @@ LinesOut::LinesOut(const std::string& path) : path_(path) {
   if (std::filesystem::is_directory(path_)) {
     throw Error(cat({"--out is '", path, "', a folder; name a file"}));
   }
+  std::error_code ignored;  // then the file cannot be opened
+  if (path_.has_parent_path()) std::filesystem::create_directories(path_.parent_path(), ignored);
   part_ = cat({path, ".", ::getpid(), ".part"});
   on_interrupt_remove(part_);
   file_.open(part_, std::ios::binary);
   if (!file_) {
-    throw Error(
-        cat({"--out: cannot write ", path, "; is its folder there, and may you write it?"}));
+    throw Error(cat({"--out: cannot write ", path, "; may you write its folder?"}));
   }
 }
 

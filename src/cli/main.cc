@@ -107,7 +107,8 @@ void add_sft(CLI::App& app, Chosen& chosen) {
   auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
                    "sft recipes/tiny_sft.toml --out runs/tiny");
   add_recipe(sub, *args, true);
-  add_text(sub, "--out", args->out, "the folder to write; default: runs/<recipe>");
+  add_text(sub, "--out", args->out,
+           "the folder to write, none that another recipe wrote; default: runs/<recipe>");
   sub->callback([&chosen, args] { chosen = [args] { return sft(*args); }; });
 }
 
@@ -130,9 +131,10 @@ void add_subject(CLI::App* sub, Args& args) {
 
 void add_rollout(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<RolloutArgs>();
-  auto* sub = verb(app, "rollout", "let a model answer prompts, or score sequences; JSON lines",
-                   "rollout recipes/demo.toml arm=trace --n 8 --samples 4 --out answers.jsonl\n"
-                   "  ./lockstep rollout recipes/demo.toml --score answers.jsonl --gap");
+  auto* sub =
+      verb(app, "rollout", "let a model answer prompts, or score sequences; JSON lines",
+           "rollout recipes/demo.toml arm=trace --n 8 --samples 4 --out runs/answers.jsonl\n"
+           "  ./lockstep rollout recipes/demo.toml --score runs/answers.jsonl --gap");
   add_subject(sub, *args);
   sub->add_option("--n", args->prompts, "how many of the task's prompts")
       ->check(within(1, 1e9))
@@ -158,7 +160,8 @@ void add_eval(CLI::App& app, Chosen& chosen) {
                    "  ./lockstep eval models/tiny-moe arm=naive --greedy\n"
                    "  ./lockstep eval models/tiny-moe --posthoc h_scale");
   add_subject(sub, *args);
-  sub->add_option("--n", args->prompts, "how many prompts; default: the recipe's eval.prompts")
+  sub->add_option("--n", args->prompts,
+                  "how many prompts; default: the recipe's eval.prompts; 64 where it has none")
       ->check(within(1, 1e9));
   sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
   sub->add_flag("--greedy", args->greedy, "the likeliest token each time");
@@ -180,9 +183,10 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
   auto* sub =
       verb(app, "inspect", "show what is in a checkpoint, a run directory, or recorded segments",
            "inspect models/tiny-moe\n"
-           "  ./lockstep rollout models/tiny-moe --step 0 --n 2 --trace traces\n"
-           "  ./lockstep inspect traces --span 0:0 --place 3.w13_in --position 8\n"
-           "  ./lockstep inspect runs/mine --why answers.jsonl:1 --place 1.k --position 8");
+           "  ./lockstep rollout models/tiny-moe --step 0 --n 2 --trace runs/traces --out "
+           "runs/traces.jsonl\n"
+           "  ./lockstep inspect runs/traces --span 0:0 --place 3.w13_in --position 8\n"
+           "  ./lockstep inspect runs/mine --why runs/answers.jsonl:1 --place 1.k --position 8");
   add_text(sub, "path", args->path,
            "a checkpoint, a run directory, a folder of segments, a .segment or .safetensors")
       ->required();
@@ -201,11 +205,11 @@ void add_inspect(CLI::App& app, Chosen& chosen) {
 
 void add_dump(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DumpArgs>();
-  auto* sub =
-      verb(app, "dump", "write what the engine or the trainer computes, for diff",
-           "dump recipes/demo.toml arm=trace --score answers.jsonl --out rollout.safetensors\n"
-           "  ./lockstep dump recipes/demo.toml arm=trace --score answers.jsonl --trainer "
-           "--out trainer.safetensors");
+  auto* sub = verb(
+      app, "dump", "write what the engine or the trainer computes, for diff",
+      "dump recipes/demo.toml arm=trace --score runs/answers.jsonl --out runs/rollout.safetensors\n"
+      "  ./lockstep dump recipes/demo.toml arm=trace --score runs/answers.jsonl --trainer "
+      "--out runs/trainer.safetensors");
   add_subject(sub, *args);
   add_text(sub, "--score", args->score, "a JSONL file of sequences, as rollout --score reads it")
       ->required();
@@ -227,7 +231,7 @@ void add_verify(CLI::App& app, Chosen& chosen) {
 void add_diff(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DiffArgs>();
   auto* sub = verb(app, "diff", "show where two engines part, from dumps of the same tokens",
-                   "diff rollout.safetensors trainer.safetensors --json parts.json");
+                   "diff runs/rollout.safetensors runs/trainer.safetensors --json runs/parts.json");
   add_text(sub, "a", args->a, "the rollout's dump: a file or a folder (docs/formats/dump.md)")
       ->required();
   add_text(sub, "b", args->b, "the trainer's")->required();
@@ -264,9 +268,10 @@ void add_decompose(CLI::App& app, Chosen& chosen) {
 
 void add_report(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<ReportArgs>();
-  auto* sub = verb(app, "report", "write one page about a run, or about several side by side",
-                   "report runs/demo\n"
-                   "  ./lockstep report runs/mine runs/other --out both.html --figures figures");
+  auto* sub =
+      verb(app, "report", "write one page about a run, or about several side by side",
+           "report runs/demo\n"
+           "  ./lockstep report runs/mine runs/other --out runs/both.html --figures runs/figures");
   sub->add_option("runs", args->runs,
                   "run directories, or folders of them; seeds of an arm become a band")
       ->required();

@@ -85,7 +85,8 @@ int rollout(const RolloutArgs& args) {
   if (store) value_or_throw(store->flush());
   out.commit();
   const auto n = static_cast<double>(answers.size());
-  info(cat({answers.size(), " answers to ", prompts.size(), " prompts", out.where(), ": ",
+  info(cat({counted(answers.size(), "answer"), " to ", counted(prompts.size(), "prompt"),
+            args.prompt.empty() ? " of " + subject.asked() : std::string(), out.where(), ": ",
             args.prompt.empty() ? "reward " + fixed(rewards / n, 3) + ", " : std::string(),
             fixed(tokens / n, 1), " tokens each, ", fixed(tokens / took, 0), " tokens/s; ",
             subject.numbers()}));

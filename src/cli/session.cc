@@ -50,7 +50,12 @@ std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Po
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {
   try {
     if (file.empty()) return recipe::parse_recipe("", "defaults", assignments);
-    return recipe::read_recipe(recipe::find(file, "the recipe"), assignments);
+    const std::filesystem::path path = recipe::find(file, "the recipe");
+    if (recipe::is_sft(path)) {
+      throw Error(cat(
+          {file, " is a recipe for sft, not for training by rewards; run ./lockstep sft ", file}));
+    }
+    return recipe::read_recipe(path, assignments);
   } catch (const Error& error) {
     throw Usage(error.what());
   }

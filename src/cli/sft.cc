@@ -96,12 +96,41 @@ double teach(const recipe::SftRecipe& r, const Policy& policy, const data::Task&
   return smooth;
 }
 
+/// Refuses a folder that holds something else than what this recipe wrote there.
+void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) {
+  std::error_code error;
+  if (!std::filesystem::exists(out, error)) return;
+  if (!std::filesystem::is_directory(out)) {
+    throw Error(cat({out.string(), " is no folder; name another with --out"}));
+  }
+  if (std::filesystem::is_empty(out)) return;
+  // A checkpoint without weights, of which fresh ones are drawn, is what the recipe begins with.
+  const bool bare = r.fresh && std::filesystem::exists(out / "config.json") &&
+                    !std::filesystem::exists(out / "sft.toml") &&
+                    !std::filesystem::exists(out / "model.safetensors") &&
+                    !std::filesystem::exists(out / "model.safetensors.index.json");
+  if (bare) return;
+  if (!std::filesystem::exists(out / "sft.toml")) {
+    throw Error(cat({out.string(), " is not empty and was not written by sft (it has no sft.toml);",
+                     " name another folder with --out"}));
+  }
+  const std::string before = value_or_throw(read_text(out / "sft.toml"));
+  std::string different =
+      recipe::differences(before, recipe::resolved(r), (out / "sft.toml").string());
+  if (different.empty()) return;
+  different.pop_back();
+  std::replace(different.begin(), different.end(), '\n', ';');
+  throw Error(cat({out.string(), " holds a model of another recipe (", different,
+                   " before / now); name another folder with --out, or delete that one"}));
+}
+
 }  // namespace
 
 int sft(const SftArgs& args) {
   const recipe::SftRecipe r = read(args);
   const double began = seconds();
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
+  require_ours(out, r);
   const Policy policy = open_policy(r.model, !r.fresh);
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();

@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/inspect.h"
 #include "cli/json_text.h"
 #include "cli/log.h"
 #include "cli/verbs.h"
@@ -42,8 +43,8 @@ const char* finish_name(Finish finish) {
 }
 
 /// The recipe that `what` stands for, with the model to take where it names one.
-recipe::Recipe recipe_of(std::string what, std::vector<std::string> assignments,
-                         std::string model) {
+recipe::Recipe recipe_of(std::string what, std::vector<std::string> assignments, std::string model,
+                         bool& default_task) {
   if (what.find('=') != std::string::npos && !fs::exists(what)) {
     assignments.insert(assignments.begin(), what);  // the recipe was left out
     what.clear();
@@ -62,11 +63,15 @@ recipe::Recipe recipe_of(std::string what, std::vector<std::string> assignments,
       if (model.empty()) model = newest_checkpoint(path);
       what = (path / "recipe.toml").string();
     } else {
-      throw Usage(cat({path.string(),
-                       " has neither config.json (a checkpoint) nor recipe.toml (a run); name one "
-                       "that has, or a recipe"}));
+      const std::string inside = runs_inside(path);
+      throw Usage(
+          cat({path.string(), " has neither config.json (a checkpoint) nor recipe.toml (a ",
+               "run); name one that has, or a recipe", inside.empty() ? "" : ": ", inside}));
     }
   }
+  default_task =
+      what.empty() && std::none_of(assignments.begin(), assignments.end(),
+                                   [](const std::string& a) { return a.starts_with("task."); });
   recipe::Recipe recipe = load_recipe(what, assignments);
   if (!model.empty()) recipe.model = model;
   return recipe;
@@ -79,15 +84,27 @@ std::string Subject::numbers() const {
               hex(arm.contract.id().value), ")"});
 }
 
+std::string Subject::asked() const {
+  const data::ArithOptions& arith = recipe.task.arith;
+  if (recipe.task.name != "arith") return cat({recipe.task.name, " (", recipe.task_file, ")"});
+  std::string text = cat({"arith (", arith.left[0], " to ", arith.left[1], " ", arith.operations,
+                          " ", arith.right[0], " to ", arith.right[1], ")"});
+  if (!default_task) return text;
+  text += ", the default";
+  if (fs::exists(policy.folder / "sft.toml")) text += "; its sft.toml says what it was taught";
+  return text;
+}
+
 Subject open_subject(const std::string& what, const std::vector<std::string>& assignments,
                      const std::string& model) {
-  recipe::Recipe recipe = recipe_of(what, assignments, model);
+  bool default_task = false;
+  recipe::Recipe recipe = recipe_of(what, assignments, model, default_task);
   Policy policy = open_policy(recipe.model);
   auto task = make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   Arm arm = ready_arm(recipe, policy, *task);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
-  return {std::move(recipe), std::move(policy), std::move(task), std::move(arm),
-          std::move(agreement)};
+  return {std::move(recipe), std::move(policy),    std::move(task),
+          std::move(arm),    std::move(agreement), default_task};
 }
 
 void load(const Subject& subject, rollout::Engine& engine) {

@@ -16,9 +16,14 @@ struct Subject {
   std::unique_ptr<data::Task> task;
   Arm arm;
   Agreement agreement;
+  bool default_task = false;
 
   /// "arm trace, contract lockstep (94e03bb254e479a5)".
   std::string numbers() const;
+
+  /// What is asked: "arith (10 to 999 * 2 to 99)", or jsonl's file; and that it is the default
+  /// where no recipe says.
+  std::string asked() const;
 };
 
 /// `what` is a recipe, a checkpoint (under the default recipe), a run directory (its recipe and its

@@ -6,12 +6,12 @@
 #include <optional>
 
 #include "base/text.h"
+#include "cli/arms.h"
 #include "cli/interrupt.h"
 #include "cli/log.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
 #include "step/step.h"
-#include "step/watch.h"
 #include "sync/refit.h"
 #include "sync/reweigh.h"
 
@@ -174,16 +174,15 @@ TrainingResult run_training(
 int train(const TrainArgs& args) {
   const recipe::Recipe recipe = load_recipe(args.recipe, args.assignments);
   const std::filesystem::path folder = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
-  step::Watch watch;
+  ShownSteps shown(folder, recipe.schedule.steps);
   const auto began = seconds();
-  std::int64_t steps_seen = 0;
   const TrainingResult result = run_training(
       recipe, folder,
       [&](std::int64_t step, const Metrics& metrics) {
-        if (steps_seen++ == 0 && step > 1) {
+        if (shown.count() == 0 && step > 1) {
           info(cat({"going on from checkpoints/step_", step - 1, ", the newest"}));
         }
-        info(watch.line(step, recipe.schedule.steps, metrics));
+        info(shown.line(step, metrics));
       },
       [&](const recipe::Budget& budget) {
         info(cat(
@@ -194,10 +193,11 @@ int train(const TrainArgs& args) {
     info(cat({"pass rate ", std::round(result.final_pass_rate * 1e3) / 1e3, " on ",
               recipe.evaluation.prompts, " prompts never trained on"}));
   }
-  const std::string done = steps_seen > 0 ? cat({"done in ", std::round(seconds() - began), " s"})
-                                          : cat({"all ", recipe.schedule.steps,
-                                                 " steps were done before; for more, "
-                                                 "start another run from the policy"});
+  const std::string done = shown.count() > 0
+                               ? cat({"done in ", std::round(seconds() - began), " s"})
+                               : cat({"all ", recipe.schedule.steps,
+                                      " steps were done before; for more, "
+                                      "raise schedule.steps"});
   info(cat({done, "; the policy is ", folder.string(), "/checkpoints/step_", recipe.schedule.steps,
             ", its metrics ", folder.string(), "/metrics.jsonl"}));
   return 0;

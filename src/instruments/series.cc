@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <utility>
 
 namespace lockstep::instruments {
 namespace {
@@ -182,6 +183,10 @@ Spread figure(const ArmRuns& arm, const std::string& metric, Over over) {
 Spread growth(const ArmRuns& arm, const std::string& metric) {
   std::vector<double> of_seeds;
   for (const RunData* run : arm.runs) {
+    const std::vector<double>& column = run->column(metric);
+    const auto measured = std::count_if(column.begin(), column.end(),
+                                        [](double value) { return !std::isnan(value); });
+    if (std::cmp_less(measured, 2 * kSpan)) continue;  // first and last would be the same steps
     const double first = figure_of(run->column(metric), Over::kFirst);
     const double last = figure_of(run->column(metric), Over::kLast);
     of_seeds.push_back(first > 0 ? last / first : kNaN);

@@ -379,6 +379,20 @@ Recipe read_recipe(const std::filesystem::path& file, std::span<const std::strin
   return one_arm(read_entries(file), assignments);
 }
 
+bool is_sft(const std::filesystem::path& file) {
+  try {
+    read_sft_recipe(file, {});
+  } catch (const Error&) {
+    return false;
+  }
+  try {
+    read_recipe(file, {});
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
 SftRecipe read_sft_recipe(const std::filesystem::path& file,
                           std::span<const std::string> assignments) {
   SftRecipe recipe;
@@ -399,6 +413,34 @@ std::string resolved(const Recipe& recipe, ContractId contract) {
 std::string resolved(const SftRecipe& recipe) {
   SftRecipe copy = recipe;
   return write(keys(copy));
+}
+
+std::string hindrances(std::string_view before, std::string_view after,
+                       const std::string& old_file) {
+  constexpr std::string_view kFree[] = {"schedule.save_every", "schedule.keep", "eval.every"};
+  double steps[2] = {}, noise = 0;
+  const std::string_view texts[] = {before, after};
+  for (std::size_t i = 0; i < 2; ++i) {
+    for (const Entry& entry : parse(texts[i], i == 0 ? old_file : "the new recipe")) {
+      const auto* whole = std::get_if<std::int64_t>(&entry.value);
+      const auto* real = std::get_if<double>(&entry.value);
+      if (entry.name == "schedule.steps" && whole != nullptr) {
+        steps[i] = static_cast<double>(*whole);
+      }
+      if (entry.name == "sync.noise_start" && real != nullptr) noise += *real;
+    }
+  }
+  const bool longer = steps[1] > steps[0] && noise == 0;
+  std::string left;
+  const std::string all = differences(before, after, old_file);
+  for (std::string_view lines = all; !lines.empty();) {
+    const std::string_view line = lines.substr(0, lines.find('\n') + 1);
+    lines.remove_prefix(line.size());
+    const std::string_view name = line.substr(0, line.find(": "));
+    const bool free = std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
+    if (!free && !(longer && name == "schedule.steps")) left += line;
+  }
+  return left;
 }
 
 std::filesystem::path find(const std::string& path, const std::string& key) {

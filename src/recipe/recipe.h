@@ -64,6 +64,8 @@ std::vector<Key> keys(SftRecipe& recipe);
 /// A file and what the command line adds: `arm` first, then every other key over it. `arm` may name
 /// a variant of the file's, see compare.h. Throws Error.
 Recipe read_recipe(const std::filesystem::path& file, std::span<const std::string> assignments);
+/// Is the file a recipe of sft, and none of train?
+bool is_sft(const std::filesystem::path& file);
 SftRecipe read_sft_recipe(const std::filesystem::path& file,
                           std::span<const std::string> assignments);
 
@@ -80,6 +82,17 @@ Recipe parse_recipe(std::string_view text, const std::string& name,
 /// Every key, default or not, with the contract's id on the first line.
 std::string resolved(const Recipe& recipe, ContractId contract);
 std::string resolved(const SftRecipe& recipe);
+
+/// What keeps a run that began with one resolved recipe from going on with another: differences(),
+/// without those that only extend it, which are more schedule.steps (unless the rollout's noise is
+/// staged over them), schedule.save_every, schedule.keep and eval.every.
+std::string hindrances(std::string_view before, std::string_view after,
+                       const std::string& old_file = "the old recipe");
+
+/// Says which those are, for whoever is refused.
+inline constexpr const char* kExtending =
+    "a run goes on with more schedule.steps, and other schedule.save_every, schedule.keep and "
+    "eval.every";
 
 /// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Error with
 /// `key` where neither is there.

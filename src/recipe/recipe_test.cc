@@ -127,6 +127,9 @@ TEST(Recipe, EachMistakeIsOneLineWithKeyValueAndRemedy) {
   EXPECT_EQ(complaint("[guide]\nmode = \"lbs\"").find("did you mean lsb?") != std::string::npos,
             true);
   EXPECT_NE(complaint("[rollout]\ncache = \"1 parsec\""), "");
+  EXPECT_EQ(complaint("[guide]\nreplay_experts = true"),
+            "r.toml:2: guide.replay_experts has been renamed; write guide.routing_replay: \"r3\" "
+            "where that was true, else \"none\"");
   EXPECT_NE(complaint("[rollout"), "");
   EXPECT_NE(complaint("", {"no assignment"}), "");
 }
@@ -146,6 +149,22 @@ TEST(Recipe, DifferencesNameTheKeys) {
   const std::string a = resolved(parse_recipe("arm = \"naive\"", "r"), {});
   const std::string b = resolved(parse_recipe("arm = \"naive\"\nseed = 3", "r"), {});
   EXPECT_EQ(differences(a, b), "seed: 0 / 3\n");
+}
+
+TEST(Recipe, KeysThatOnlyExtendARunHinderNothing) {
+  const auto with = [](const std::string& schedule) {
+    return resolved(parse_recipe("arm = \"naive\"\n" + schedule, "r"), {});
+  };
+  const std::string ten = with("schedule.steps = 10");
+  EXPECT_EQ(hindrances(ten, with("schedule.steps = 20\nschedule.save_every = 3\n"
+                                 "schedule.keep = 0\neval.every = 5")),
+            "");
+  EXPECT_EQ(hindrances(ten, with("schedule.steps = 20\nseed = 3")), "seed: 0 / 3\n");
+  EXPECT_EQ(hindrances(ten, with("schedule.steps = 5")), "schedule.steps: 10 / 5\n");
+  // Noise in stages over the run's steps was another from the start.
+  EXPECT_EQ(hindrances(with("schedule.steps = 10\nsync.noise_start = 0.01"),
+                       with("schedule.steps = 20\nsync.noise_start = 0.01")),
+            "schedule.steps: 10 / 20\n");
 }
 
 TEST(Arm, LayersBySpelling) {

@@ -259,6 +259,14 @@ std::string meant(const std::string& name, std::span<const Key> keys) {
   return near.empty() ? nearest(name, names) : near;
 }
 
+/// Keys that had another name once, as recipe.toml of older runs has it.
+struct Renamed {
+  const char* before;
+  const char* now;
+};
+constexpr Renamed kRenamed[] = {
+    {"guide.replay_experts", "guide.routing_replay: \"r3\" where that was true, else \"none\""}};
+
 /// The section that `name` was meant to be, of those that there are; "".
 std::string meant_section(const std::string& name, std::span<const Key> keys) {
   std::vector<std::string> names;
@@ -276,6 +284,11 @@ std::string meant_section(const std::string& name, std::span<const Key> keys) {
   if (below != keys.end()) {
     throw Error(cat({entry.where, ": ", entry.name, " is a section, and stands here as a key with ",
                      to_text(entry.value), "; its keys are ", entry.name, ".X, as ", below->name}));
+  }
+  for (const Renamed& key : kRenamed) {
+    if (entry.name == key.before) {
+      throw Error(cat({entry.where, ": ", entry.name, " has been renamed; write ", key.now}));
+    }
   }
   const bool section = std::holds_alternative<Empty>(entry.value);
   const std::string near = section ? meant_section(entry.name, keys) : meant(entry.name, keys);

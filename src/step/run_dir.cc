@@ -17,7 +17,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "recipe/table.h"
+#include "recipe/recipe.h"
 #include "step/events.h"
 
 namespace lockstep::step {
@@ -94,6 +94,8 @@ std::size_t length_of(const std::string& lines, std::int64_t step, const fs::pat
   }
   return at;
 }
+
+std::string_view first_line(std::string_view text) { return text.substr(0, text.find('\n')); }
 
 /// Names in a folder, sorted.
 std::vector<std::string> names_in(const fs::path& folder) {
@@ -181,19 +183,23 @@ std::string RunDir::recipe() const {
 void RunDir::require_same(const std::string& resolved) const {
   const std::string before = recipe();
   if (before.empty() || before == resolved) return;
-  std::string different = recipe::differences(before, resolved, (folder_ / "recipe.toml").string());
-  if (different.empty()) different = "the contract's id";
+  std::string different = recipe::hindrances(before, resolved, (folder_ / "recipe.toml").string());
+  if (different.empty()) {
+    if (first_line(before) == first_line(resolved)) return;
+    different = "the contract's id";
+  }
   for (std::size_t at = 0; (at = different.find('\n', at)) != std::string::npos;) {
     different.replace(at, 1, at + 1 < different.size() ? "; " : ";");
   }
   throw Error(cat({folder_.string(), " began with another recipe (", different,
-                   " before / now); go on with that one, or give this run another name"}));
+                   " before / now); go on with that one, or give this run another name; ",
+                   recipe::kExtending}));
 }
 
 void RunDir::begin(const std::string& resolved) {
   if (comm_.rank() != 0) return;
   require_same(resolved);
-  if (!recipe().empty()) return;
+  if (recipe() == resolved) return;
   const fs::path part = folder_ / "recipe.toml.part";
   const int fd = open_or_fail(part, O_WRONLY | O_CREAT | O_TRUNC);
   write_all(fd, resolved, part);

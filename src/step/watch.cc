@@ -18,6 +18,7 @@ constexpr double kSmallGap = 0.005;                  // below it, growth is no n
 constexpr double kTinyGap = 0.0005;                  // nor are its ratios
 constexpr double kWatchLoss = 0.1, kBadLoss = 0.25;  // of reward, against its best stretch
 constexpr double kWatchCoverage = 0.99, kBadCoverage = 0.9;
+constexpr std::size_t kWatchFlat = 5, kBadFlat = 10;  // steps without anything to learn from
 
 double value(const Metrics& metrics, const std::string& name, double otherwise) {
   const auto found = metrics.find(name);
@@ -59,6 +60,26 @@ void weigh(Verdict& verdict, double value, double watch, double bad, const std::
   }
 }
 
+/// Whether no group's rewards differ: then no answer has an advantage, and nothing is learned.
+bool is_flat(const Metrics& metrics, double reward) {
+  return value(metrics, "rollout/zero_std/fraction", reward == 0 ? 1 : 0) >= 1;
+}
+
+/// A run that learns nothing is not well, however small its gap; one that has nothing left to learn
+/// wastes its time.
+void weigh_flat(Verdict& verdict, std::size_t steps, double reward) {
+  if (steps < kWatchFlat) return;
+  const std::string span = number(" for %.0f steps", static_cast<double>(steps));
+  if (reward >= 1) {
+    raise(verdict, Verdict::Level::kWatch,
+          "nothing is left to learn: every answer is right" + span);
+  } else {
+    raise(verdict, steps < kBadFlat ? Verdict::Level::kWatch : Verdict::Level::kBad,
+          std::string("nothing is learned: ") +
+              (reward == 0 ? "the reward has been 0" : "no group's rewards have differed") + span);
+  }
+}
+
 }  // namespace
 
 Verdict Watch::judge(const Metrics& metrics) {
@@ -67,7 +88,10 @@ Verdict Watch::judge(const Metrics& metrics) {
   const double gap = measured ? value(metrics, gap_name, NAN) : NAN;
   const double reward = value(metrics, "critic/rewards/mean", NAN);
   if (std::isfinite(gap)) gaps_.push_back(gap);
-  if (std::isfinite(reward)) rewards_.push_back(reward);
+  if (std::isfinite(reward)) {
+    rewards_.push_back(reward);
+    flat_ = is_flat(metrics, reward) ? flat_ + 1 : 0;
+  }
 
   Verdict verdict;
   if (std::isfinite(gap)) {
@@ -82,6 +106,7 @@ Verdict Watch::judge(const Metrics& metrics) {
     weigh(verdict, loss, kWatchLoss, kBadLoss,
           "the reward is " + number("%.2f", loss) + " below its best");
   }
+  if (std::isfinite(reward)) weigh_flat(verdict, flat_, reward);
   const double covered = value(metrics, "fp4/guide/covered_frac", 1);
   weigh(verdict, 1 - covered, 1 - kWatchCoverage, 1 - kBadCoverage,
         "records cover " + number("%.1f %%", 100 * covered));
@@ -95,6 +120,11 @@ std::string Watch::line(std::int64_t step, std::int64_t steps, const Metrics& me
   const std::string gap = "train/train_rollout_logprob_abs_diff";
   std::string out = "step " + std::to_string(step) + "/" + std::to_string(steps);
   out += number("  reward %.3f", value(metrics, "critic/rewards/mean", NAN));
+  for (const auto& [name, rate] : metrics) {
+    if (name.starts_with("val-core/") && name.ends_with("/reward/mean@1")) {
+      out += number("  eval %.3f", rate);
+    }
+  }
   const bool measured = value(metrics, gap + "/count", 1) > 0;
   if (measured) {
     out += "  gap " + gap_text(value(metrics, gap, NAN), "%.4f");

@@ -9,7 +9,8 @@
 namespace lockstep::step {
 
 /// How a run goes, from what its steps showed so far: the level of the gap between trainer and
-/// rollout, its trend, the trend of the reward, and coverage.
+/// rollout, its trend, the trend of the reward, whether there is anything to learn from, and
+/// coverage.
 struct Verdict {
   enum class Level : std::uint8_t { kOk, kWatch, kBad };
   Level level = Level::kOk;
@@ -21,12 +22,14 @@ class Watch {
   /// Takes the next step's metrics and judges the run so far.
   Verdict judge(const Metrics& metrics);
 
-  /// One line for people: reward, gap and its trend, flips, coverage, tokens/s, verdict.
+  /// One line for people: reward, evaluation where there was one, gap and its trend, flips,
+  /// coverage, tokens/s, verdict.
   std::string line(std::int64_t step, std::int64_t steps, const Metrics& metrics);
 
  private:
   std::vector<double> gaps_;  // mean |log-prob of the trainer - of the rollout|, by step
   std::vector<double> rewards_;
+  std::size_t flat_ = 0;  // steps up to the last one in which no group's rewards differed
 };
 
 /// "ok", "watch: why", "bad: why".

@@ -48,6 +48,16 @@ TEST(Watch, OneLineAStep) {
             "step 12/100  reward 0.743  gap 0.0087 p99 nan  covered 100.0 %  2310 tokens/s  ok");
 }
 
+TEST(Watch, AnEvaluationIsShownWhereThereWasOne) {
+  Watch watch;
+  Metrics metrics = step_of(.743, .0087);
+  metrics["val-core/arith/reward/mean@1"] = .6875;
+  metrics["val-core/arith/response_length/mean"] = 30;
+  EXPECT_EQ(watch.line(12, 100, metrics),
+            "step 12/100  reward 0.743  eval 0.688  gap 0.0087 p99 nan  covered 100.0 %  "
+            "0 tokens/s  ok");
+}
+
 TEST(Watch, ATinyGapKeepsItsSizeAndShowsNoRatio) {
   Watch watch;
   const std::string tail = "  covered 100.0 %  0 tokens/s  ok";
@@ -66,6 +76,25 @@ TEST(Watch, SaysWhyThereIsNoGap) {
   EXPECT_EQ(watch.line(1, 9, metrics),
             "step 1/9  reward 0.000  gap - (no group's rewards differ)  covered 100.0 %  "
             "0 tokens/s  ok");
+}
+
+TEST(Watch, ARunThatLearnsNothingIsNotWell) {
+  Watch watch;
+  const auto judged = [&](double reward, double flat) {
+    Metrics metrics = step_of(reward, 0);
+    metrics["train/train_rollout_logprob_abs_diff/count"] = 0;
+    metrics["rollout/zero_std/fraction"] = flat;
+    return to_string(watch.judge(metrics));
+  };
+  for (int i = 1; i < 5; ++i) EXPECT_EQ(judged(0, 1), "ok");
+  EXPECT_EQ(judged(0, 1), "watch: nothing is learned: the reward has been 0 for 5 steps");
+  for (int i = 6; i < 10; ++i) judged(0, 1);
+  EXPECT_EQ(judged(0, 1), "bad: nothing is learned: the reward has been 0 for 10 steps");
+  EXPECT_EQ(judged(.1, .9), "ok");  // one group is enough
+  for (int i = 1; i < 5; ++i) EXPECT_EQ(judged(.1, 1), "ok");
+  EXPECT_EQ(judged(.1, 1),
+            "watch: nothing is learned: no group's rewards have differed for 5 steps");
+  EXPECT_EQ(judged(1, 1), "watch: nothing is left to learn: every answer is right for 6 steps");
 }
 
 }  // namespace
