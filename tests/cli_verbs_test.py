@@ -202,7 +202,7 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     with open("/dev/full", "w") as full:
         done = run("rollout", SHORT, "--n", 1, rc=1, stdout=full)
     assert "stdout" in done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["empty.jsonl", "rows.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["empty.jsonl", "none", "rows.jsonl"]
 
 
 def test_a_full_disk_leaves_nothing_and_is_named(tmp_path):
