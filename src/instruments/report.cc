@@ -127,9 +127,9 @@ struct HeatMetric {
   const char* title;
 };
 constexpr HeatMetric kHeat[] = {
-    {"fp4/act/flip_frac", "act", "expert input, unguided"},
+    {"fp4/act/value_flip_frac", "act", "expert input, unguided"},
     {"fp4/act/residual_frac", "act_guided", "expert input, guided"},
-    {"fp4/kv/flip_frac", "kv", "K and V, unguided"},
+    {"fp4/kv/value_flip_frac", "kv", "K and V, unguided"},
     {"fp4/kv/residual_frac", "kv_guided", "K and V, guided"},
 };
 
@@ -317,8 +317,8 @@ std::string report_page(std::span<const RunData> runs, const std::string& title,
   page.section("figures", "At a glance", headline(arms), summary_table(arms));
   page.section("course", "Course", legend_of(legend, arms.size() > 1),
                course_figures(page, arms, legend));
-  page.section("flips", "Codes that flip, layer by layer",
-               "Layers downwards, steps to the right. A code flips where the trainer alone would "
+  page.section("flips", "Values that flip, layer by layer",
+               "Layers downwards, steps to the right. A value flips where the trainer alone would "
                "round to another than the rollout did; guided: what is left after guidance.",
                heat_figures(page, arms));
   page.section("guidance", "Guidance", "", guidance_figures(page, arms, legend));

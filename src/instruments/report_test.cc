@@ -222,7 +222,7 @@ TEST(Report, IsOnePageThatAsksForNothing) {
   std::string text;
   for (int step = 1; step <= 12; ++step) {
     text += cat({"{\"step\": ", step, ", \"critic/rewards/mean\": 0.5, \"", kGap, "\": 0.01, \"",
-                 kGap, "/p99\": 0.2, \"fp4/act/flip_frac/layer_0\": 0.1, ",
+                 kGap, "/p99\": 0.2, \"fp4/act/value_flip_frac/layer_0\": 0.1, ",
                  "\"fp4/guide/bytes_per_token\": 160, \"timing_s/gen\": 1, \"timing_s/step\": 2, ",
                  "\"fp4/decomposition/kv\": 0.004}\n"});
   }
@@ -255,7 +255,7 @@ TEST(Report, DoesWithoutWhatIsNotThere) {
   }
   RunData odd = run_of(
       "{\"step\": 1, \"critic/rewards/mean\": 1e308, \"timing_s/step\": -1, "
-      "\"fp4/act/flip_frac/layer_0\": -5, \"fp4/guide/bytes_per_token\": 0}\n"
+      "\"fp4/act/value_flip_frac/layer_0\": -5, \"fp4/guide/bytes_per_token\": 0}\n"
       "{\"step\": 1e15, \"critic/rewards/mean\": -1e308}\n");
   const std::string strange = report_page({&odd, 1}, "odd");
   EXPECT_EQ(strange.find("nan"), std::string::npos);
@@ -272,7 +272,7 @@ TEST(Report, OfManyArmsAndLayersStaysSmall) {
       run.metrics[kGap].push_back(0.01 + 0.001 * (step * 7 % 13));
     }
     for (int layer = 0; layer < 48; ++layer) {
-      for (const char* metric : {"fp4/act/flip_frac", "fp4/kv/residual_frac"}) {
+      for (const char* metric : {"fp4/act/value_flip_frac", "fp4/kv/residual_frac"}) {
         std::vector<double>& column = run.metrics[cat({metric, "/layer_", layer})];
         for (int step = 0; step < 2000; ++step)
           column.push_back((step * 31 + layer * 17) % 97 / 97.0);

@@ -2,12 +2,12 @@
 /// toward the codes that the rollout used (methods.md 1.1, A.3). Products then run on values that
 /// FP4 codes name, and their gradients see the same values; the gradient of the rounding itself is
 /// the identity.
+#include "kernels/exact/audit.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/residual.h"
 #include "numerics/bf16.h"
-#include "train/audit.h"
 #include "train/sites.h"
 
 namespace lockstep::train {
@@ -147,19 +147,25 @@ void Sites::audit(Place place, std::int64_t cols, const std::vector<Bf16>& befor
   std::vector<std::uint8_t> present(keys.size());
   trace_->read(keys, agreement_.contract.id(),
                {place, layout, std::as_writable_bytes(std::span(bytes))}, present);
-  const Tally::Audit counts = train::audit({.rule = agreement_.rule(place.site),
-                                            .layout = layout,
-                                            .cols = cols,
-                                            .exponent = exponent(place),
-                                            .records = bytes,
-                                            .present = present,
-                                            .before = before,
-                                            .after = after});
+  const auto tokens = static_cast<std::int64_t>(keys.size());
+  const std::int64_t rows = static_cast<std::int64_t>(before.size()) / cols;
   Tally::Audit& tally = tally_->of(place);
-  tally.elements += counts.elements;
-  tally.flipped += counts.flipped;
-  tally.rounded += counts.rounded;
-  tally.residual += counts.residual;
+  std::array<std::int64_t, kernels::kNumAuditCounts> counts{};
+  kernels::audit({.x = {before.data(), {rows, cols}, {cols, 1}},
+                  .operand = {(after.empty() ? before : after).data(), {rows, cols}, {cols, 1}},
+                  .rule = agreement_.rule(place.site),
+                  .layout = layout,
+                  .records = {bytes.data(), {tokens, layout.bytes()}, {layout.bytes(), 1}},
+                  .present = {present.data(), {tokens}, {1}},
+                  .exponent = exponent(place),
+                  .counts = {counts.data(), {kernels::kNumAuditCounts}, {1}}});
+  for (std::size_t i = 0; i < counts.size(); ++i) tally.counts[i] += counts[i];
+  // What still differs is asked of those who round.
+  if (after.empty()) {
+    tally.counts[kernels::kAuditStillDiffer] -= counts[kernels::kAuditStillDiffer];
+  } else {
+    tally.rounded += counts[kernels::kAuditCodes];
+  }
 }
 
 }  // namespace lockstep::train

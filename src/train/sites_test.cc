@@ -296,22 +296,25 @@ TEST_F(SitesTest, AuditTokensMeasureFlipsInEveryArm) {
   const Tensor mine = drifted(x, 0.02f);
   sites().w13_in(kLayer, mine);
   const Tally::Audit guided = tally_.of(Place{kLayer, Site::kW13In});
-  EXPECT_EQ(guided.elements, kTokens * 64);
+  const std::int64_t flipped = guided.counts[kernels::kAuditCodeFlips];
+  EXPECT_EQ(guided.counts[kernels::kAuditCodes], kTokens * 64);
   EXPECT_EQ(guided.rounded, kTokens * 64);
-  EXPECT_GT(guided.flipped, kTokens * 64 / 200);
-  EXPECT_LT(guided.residual, guided.flipped / 10);
+  EXPECT_GT(flipped, kTokens * 64 / 200);
+  EXPECT_LT(guided.counts[kernels::kAuditStillDiffer], flipped / 10);
 
   qat_ = {};
   tally_ = Tally(2);
   sites().w13_in(kLayer, mine);
   const Tally::Audit naive = tally_.of(Place{kLayer, Site::kW13In});
-  EXPECT_EQ(naive.flipped, guided.flipped);
+  EXPECT_EQ(naive.counts[kernels::kAuditCodeFlips], flipped);
+  EXPECT_EQ(naive.counts[kernels::kAuditStillDiffer], 0);
   EXPECT_EQ(naive.rounded, 0);
 
   const auto comm = Comm::single();
   const Metrics metrics = tally_.metrics(*comm);
-  EXPECT_NEAR(metrics.at("fp4/act/flip_frac"), static_cast<double>(naive.flipped) / (kTokens * 64),
+  EXPECT_NEAR(metrics.at("fp4/act/flip_frac"), static_cast<double>(flipped) / (kTokens * 64),
               1e-12);
+  EXPECT_GE(metrics.at("fp4/act/value_flip_frac"), metrics.at("fp4/act/flip_frac"));
   EXPECT_TRUE(metrics.contains("fp4/act/flip_frac/layer_1"));
   EXPECT_FALSE(metrics.contains("fp4/act/flip_frac/layer_0"));
   EXPECT_FALSE(metrics.contains("fp4/act/residual_frac"));

@@ -19,18 +19,30 @@ void put_guided(Metrics& metrics, const std::string& suffix, const double* count
   put_fraction(metrics, "fp4/guide/moved_frac" + suffix, counts[2], counts[3]);
 }
 
-/// counts: elements, flipped, rounded, residual, of the four sites in turn.
+constexpr std::size_t kRounded = kernels::kNumAuditCounts;  // behind the counts of an audit
+constexpr std::size_t kOfAudit = kRounded + 1;
+
+/// counts: kOfAudit of each of the four sites in turn.
 void put_audit(Metrics& metrics, const std::string& suffix, const std::vector<double>& counts) {
-  for (const auto& [name, first] : {std::pair("fp4/act/", 0), std::pair("fp4/kv/", 8)}) {
-    double sums[4] = {};
-    for (int i = 0; i < 8; ++i) sums[i % 4] += counts[static_cast<std::size_t>(first + i)];
-    put_fraction(metrics, std::string(name) + "flip_frac" + suffix, sums[1], sums[0]);
-    put_fraction(metrics, std::string(name) + "residual_frac" + suffix, sums[3], sums[2]);
+  for (const auto& [name, first_site] : {std::pair("fp4/act/", 0u), std::pair("fp4/kv/", 2u)}) {
+    std::array<double, kOfAudit> n{};
+    for (std::size_t i = 0; i < 2 * kOfAudit; ++i) {
+      n[i % kOfAudit] += counts[first_site * kOfAudit + i];
+    }
+    const auto put = [&, prefix = std::string(name)](const char* what, double part, double whole) {
+      put_fraction(metrics, prefix + what + suffix, part, whole);
+    };
+    put("flip_frac", n[kernels::kAuditCodeFlips], n[kernels::kAuditCodes]);
+    put("adjacent_frac", n[kernels::kAuditAdjacent], n[kernels::kAuditCodeFlips]);
+    put("scale_flip_frac", n[kernels::kAuditScaleFlips], n[kernels::kAuditBlocks]);
+    put("value_flip_frac", n[kernels::kAuditFlips], n[kernels::kAuditCodes]);
+    put("residual_frac", n[kernels::kAuditStillDiffer], n[kRounded]);
+    put("beyond_frac", n[kernels::kAuditBeyond], n[kernels::kAuditCodes]);
   }
 }
 
 void put_audits(Metrics& metrics, const double* counts, std::size_t num_layers) {
-  constexpr std::size_t kOfLayer = 4 * Tally::kAuditSites;
+  constexpr std::size_t kOfLayer = kOfAudit * Tally::kAuditSites;
   std::vector<double> all(kOfLayer), layer(kOfLayer);
   for (std::size_t l = 0; l < num_layers; ++l) {
     for (std::size_t i = 0; i < kOfLayer; ++i) {
@@ -52,10 +64,10 @@ Tally& Tally::operator+=(const Tally& other) {
     guided[site].elements += other.guided[site].elements;
   }
   for (std::size_t i = 0; i < audits.size(); ++i) {
-    audits[i].elements += other.audits[i].elements;
-    audits[i].flipped += other.audits[i].flipped;
+    for (std::size_t j = 0; j < audits[i].counts.size(); ++j) {
+      audits[i].counts[j] += other.audits[i].counts[j];
+    }
     audits[i].rounded += other.audits[i].rounded;
-    audits[i].residual += other.audits[i].residual;
   }
   routes_followed += other.routes_followed;
   routes_absent += other.routes_absent;
@@ -72,7 +84,10 @@ Metrics Tally::metrics(Comm& comm) const {
   const std::size_t routes = sums.size();
   push(routes_followed, routes_absent, routes_mismatched, scored, entropy);
   const std::size_t audit = sums.size();
-  for (const Audit& a : audits) push(a.elements, a.flipped, a.rounded, a.residual);
+  for (const Audit& a : audits) {
+    for (const std::int64_t count : a.counts) push(count);
+    push(a.rounded);
+  }
   comm.sum(sums);
 
   Metrics metrics;

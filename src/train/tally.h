@@ -8,6 +8,7 @@
 #include "base/metrics.h"
 #include "contract/site.h"
 #include "device/comm.h"
+#include "kernels/exact/audit.h"
 
 namespace lockstep::train {
 
@@ -20,12 +21,11 @@ struct Tally {
     std::int64_t elements = 0;  // in the covered rows
   };
 
-  /// Of the audit tokens of one place, in elements.
+  /// Of the audit tokens of one place: tokens whose codes the rollout kept in full, in every arm,
+  /// so that what guidance does is measured and not assumed.
   struct Audit {
-    std::int64_t elements = 0;
-    std::int64_t flipped = 0;   // own-scale code is not the rollout's
-    std::int64_t rounded = 0;   // elements that the trainer rounds
-    std::int64_t residual = 0;  // of those, the value is not the rollout's
+    std::array<std::int64_t, kernels::kNumAuditCounts> counts{};
+    std::int64_t rounded = 0;  // elements that the trainer rounds; only theirs may still differ
   };
 
   explicit Tally(std::int32_t num_layers)

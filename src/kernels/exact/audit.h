@@ -12,12 +12,12 @@ enum AuditCount : int {
   kAuditRows,
   kAuditCodes,  // elements of these rows
   kAuditBlocks,
-  kAuditFlips,        // at the trainer's own scale and nearest, the value differs: flip_frac
-  kAuditCodeFlips,    // ... the code differs
+  kAuditFlips,        // at the trainer's own scale and nearest, the value differs: value_flip_frac
+  kAuditCodeFlips,    // ... the code differs: flip_frac
   kAuditAdjacent,     // ... by one step of the grid: adjacent_frac, of the code flips
   kAuditScaleFlips,   // blocks whose own scale differs from the recorded one: scale_flip_frac
-  kAuditStillDiffer,  // the operand after guidance differs from the rollout's value
-  kAuditBeyond,       // x lies scale / 4 or more from all that rounds to the rollout's code
+  kAuditStillDiffer,  // the operand after guidance differs from the rollout's value: residual_frac
+  kAuditBeyond,       // x lies scale / 4 or more from all that rounds to the code: beyond_frac
   kNumAuditCounts,
 };
 
