@@ -424,7 +424,7 @@ def test_inspect_counts_what_is_damaged(answers, tmp_path):
     copy = tmp_path / "000001.segment"
     copy.write_bytes(whole)
     text = run("inspect", copy).stdout
-    assert "1 segments, 36 spans" in text
+    assert "1 segment, 36 spans" in text
 
     at = 48 + 24 + 36 + 8 + 1  # a row of the first block: header, frame, block's header, one run
     copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
@@ -433,7 +433,7 @@ def test_inspect_counts_what_is_damaged(answers, tmp_path):
 
     copy.write_bytes(whole[:len(whole) // 2])  # as a killed writer leaves it
     text = run("inspect", copy).stdout
-    spans = int(text.split(" segments, ")[1].split()[0])
+    spans = int(text.split(" segment, ")[1].split()[0])
     assert 0 < spans < 36 and "not ended" in text and "bytes dropped" in text
 
     copy.write_bytes(b"\x89LSS" + b"x" * 100)
