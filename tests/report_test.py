@@ -25,7 +25,7 @@ def write_run(folder, arm, seed, level):
             line = {"step": step, "critic/rewards/mean": 0.5 + 0.1 * seed, GAP: level * seed,
                     f"{GAP}/p99": 20 * level, "timing_s/gen": 1.0, "timing_s/step": 2.5,
                     "perf/total_num_tokens": 1000, "fp4/guide/covered_frac": 1}
-            line |= {f"fp4/act/flip_frac/layer_{i}": 0.05 * i for i in range(4)}
+            line |= {f"fp4/act/value_flip_frac/layer_{i}": 0.05 * i for i in range(4)}
             print(json.dumps(line), file=out)
 
 

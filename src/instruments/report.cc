@@ -127,10 +127,10 @@ struct HeatMetric {
   const char* title;
 };
 constexpr HeatMetric kHeat[] = {
-    {"fp4/act/value_flip_frac", "act", "expert input, unguided"},
-    {"fp4/act/residual_frac", "act_guided", "expert input, guided"},
-    {"fp4/kv/value_flip_frac", "kv", "K and V, unguided"},
-    {"fp4/kv/residual_frac", "kv_guided", "K and V, guided"},
+    {"fp4/act/value_flip_frac", "act", "expert input, before guidance"},
+    {"fp4/act/residual_frac", "act_guided", "expert input, after guidance"},
+    {"fp4/kv/value_flip_frac", "kv", "K and V, before guidance"},
+    {"fp4/kv/residual_frac", "kv_guided", "K and V, after guidance"},
 };
 
 std::string heat_figures(Page& page, const std::vector<ArmRuns>& arms) {
@@ -317,10 +317,12 @@ std::string report_page(std::span<const RunData> runs, const std::string& title,
   page.section("figures", "At a glance", headline(arms), summary_table(arms));
   page.section("course", "Course", legend_of(legend, arms.size() > 1),
                course_figures(page, arms, legend));
-  page.section("flips", "Values that flip, layer by layer",
-               "Layers downwards, steps to the right. A value flips where the trainer alone would "
-               "round to another than the rollout did; guided: what is left after guidance.",
-               heat_figures(page, arms));
+  page.section(
+      "flips", "Values that flip, layer by layer",
+      "Layers downwards, steps to the right. A value flips where its code or its block's scale "
+      "is not the rollout's: before guidance, as the trainer alone would round; after it, "
+      "as it does round. Without guidance both are the same.",
+      heat_figures(page, arms));
   page.section("guidance", "Guidance", "", guidance_figures(page, arms, legend));
   page.section("decomposition", "Where the gap comes from",
                "The gap with one part of the low precision switched on at a time.",

@@ -217,7 +217,8 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
   for (std::int64_t row = 0; row < rows; ++row) {
     std::byte* to = target(row);
     std::memcpy(to, staging.codes.data() + row * codes, static_cast<std::size_t>(codes));
-    std::memcpy(to + codes, staging.scales.data() + row * scales, static_cast<std::size_t>(scales));
+    std::copy_n(staging.scales.data() + row * scales, scales,
+                reinterpret_cast<std::uint8_t*>(to) + codes);  // none where n is the only scale
   }
 }
 
