@@ -39,7 +39,7 @@ function(lockstep_folder name)
     gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST TEST_PREFIX "${LOCKSTEP_TEST_PREFIX}"
                          WORKING_DIRECTORY ${PROJECT_SOURCE_DIR} PROPERTIES TIMEOUT 600)
   endif()
-  if(benches)
+  if(benches AND NOT LOCKSTEP_SANITIZE)
     add_executable(${name}_bench ${benches})
     target_link_libraries(${name}_bench PRIVATE ${name} benchmark::benchmark_main)
   endif()
