@@ -1,0 +1,326 @@
+// What the trainer imitates and follows: replayed routes, quantized weights, the real product,
+// records.
+#include "train/trainer.h"
+#include "train/trainer_fixture.h"
+
+namespace lockstep::train {
+namespace {
+
+void add_paths(std::vector<Trajectory>& batch) {
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    batch[i].path = {{.id = SpanId{i + 1},
+                      .first = 0,
+                      .count = static_cast<std::int32_t>(batch[i].tokens.size()) - 1}};
+  }
+}
+
+TEST_F(TrainerTest, R79_ReplayedRoutesCarryAGradientToTheRouter) {
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.guide.replay_experts = true;
+  std::vector<Trajectory> batch = random_batch(agreement.model, {21});
+  add_paths(batch);
+  FakeTrace trace;
+  std::vector<Tensor> routes;
+  std::mt19937_64 random(3);
+  for (std::int32_t l = 0; l < agreement.model.num_layers; ++l) {
+    routes.push_back(at::empty({20, 2}, at::kLong));
+    for (const TokenKey& key : keys(batch[0])) {
+      const auto a = static_cast<std::uint8_t>(random() % 6);
+      const auto b = static_cast<std::uint8_t>((a + 1 + random() % 5) % 6);
+      trace.put(key, {Layer{l}, Site::kRouter}, Encoding::kExperts8, {a, b});
+      routes.back()[key.position][0] = a;
+      routes.back()[key.position][1] = b;
+    }
+  }
+  Weights weights = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, reveals_gradient(), weights);
+  std::vector<float> slope;
+  trainer->accumulate(batch, &trace, [&](std::size_t i, auto logp, auto dlogp) {
+    const double loss = some_loss(i, logp, dlogp);
+    slope.assign(dlogp.begin(), dlogp.end());
+    return loss;
+  });
+  const Metrics metrics = trainer->update();
+  EXPECT_EQ(metrics.at("fp4/routes/absent_frac"), 0.0);
+  EXPECT_GT(metrics.at("fp4/routes/mismatch_frac"), 0.3);
+  const Weights gradient = minus(weights, take(trainer->weights()));
+
+  for (auto& [id, w] : weights) w.requires_grad_(true);
+  const Tensor plain = plain_logp(agreement.model, weights, batch[0], routes);
+  for (std::size_t t = 0; t < slope.size(); ++t) {
+    if (batch[0].response_mask[t] == 0) slope[t] = 0.0f;
+  }
+  plain.backward(at::from_blob(slope.data() + 1, {plain.numel()}, at::kFloat));
+  for (const auto& [id, w] : weights) {
+    EXPECT_LT(relative_error(gradient.at(id), w.grad()), 1e-3) << to_string(id);
+    if (id.role == Role::kRouter) {
+      EXPECT_GT(gradient.at(id).norm().item<float>(), 1e-4);
+    }
+  }
+}
+
+TEST_F(TrainerTest, R2_AnUpdateTakesTheExpertsOfTheOldPolicysPass) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {21, 9, 14});
+  Options options;
+  options.bf16 = false;
+  options.lr = 0.3;  // far enough for routers to change their minds
+  options.warmup_updates = 0;
+  const Weights weights = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, options, weights);
+  Routes routes;
+  const PerToken old = trainer->logprobs(batch, nullptr, &routes);
+  ASSERT_EQ(routes[0].size(), 20u * 2 * 2);
+  trainer->accumulate(
+      batch, nullptr,
+      [&](std::size_t i, auto logp, auto dlogp) {
+        EXPECT_TRUE(std::ranges::equal(logp, old[i]));
+        return some_loss(i, logp, dlogp);
+      },
+      &routes);
+  EXPECT_EQ(trainer->update().at("fp4/routes/mismatch_frac"), 0);
+
+  const Weights moved = take(trainer->weights());
+  std::vector<Tensor> of_layer;
+  for (int l = 0; l < 2; ++l) {
+    of_layer.push_back(at::empty({20, 2}, at::kLong));
+    for (int t = 0; t < 20; ++t) {
+      for (int k = 0; k < 2; ++k) {
+        of_layer[static_cast<std::size_t>(l)][t][k] =
+            routes[0][static_cast<std::size_t>((t * 2 + l) * 2 + k)];
+      }
+    }
+  }
+  const Tensor plain = plain_logp(agreement.model, moved, batch[0], of_layer);
+  trainer->accumulate(
+      batch, nullptr,
+      [&](std::size_t i, auto logp, auto dlogp) {
+        for (std::size_t t = 8; i == 0 && t < 21; ++t) {
+          EXPECT_NEAR(logp[t], plain[static_cast<std::int64_t>(t) - 1].item<float>(), 1e-3);
+        }
+        return some_loss(i, logp, dlogp);
+      },
+      &routes);
+  EXPECT_GT(trainer->update().at("fp4/routes/mismatch_frac"), 0);
+
+  routes[1].pop_back();
+  EXPECT_THROW(trainer->accumulate(batch, nullptr, some_loss, &routes), Error);
+}
+
+/// What the routed experts compute with.
+Weights fake_quantized(const Weights& weights, const Quantizer& rule) {
+  Weights out;
+  for (const auto& [id, w] : weights) {
+    out[id] = w.clone();
+    if (!of_expert(id.role)) continue;
+    const std::int64_t rows = w.size(0), cols = w.size(1), blocks = cols / rule.block;
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(w.numel() / 2));
+    std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * blocks));
+    float global = 0.0f;
+    const PackedView<std::uint8_t> packed = {
+        .codes = {codes.data(), {rows, cols / 2}, {cols / 2, 1}},
+        .scales = {scales.data(), {rows, blocks}, {blocks, 1}},
+        .global = {&global, {rows}, {0}}};
+    kernels::quantize_weight({w.data_ptr<float>(), {rows, cols}, {cols, 1}}, rule, packed);
+    kernels::dequantize({.codes = packed,
+                         .rule = rule,
+                         .f32 = {out[id].data_ptr<float>(), {rows, cols}, {cols, 1}}});
+  }
+  return out;
+}
+
+TEST_F(TrainerTest, R22_WeightsLearnThroughTheirQuantizedValues) {
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {21});
+  const Weights masters = random_weights(agreement.model, 1);
+  const auto trainer = make(agreement, reveals_gradient(), masters, {.weights = true});
+  std::vector<float> slope;
+  trainer->accumulate(batch, nullptr, [&](std::size_t i, auto logp, auto dlogp) {
+    const double loss = some_loss(i, logp, dlogp);
+    slope.assign(dlogp.begin(), dlogp.end());
+    return loss;
+  });
+  trainer->update();
+  const Weights gradient = minus(masters, take(trainer->weights()));
+
+  // The gradient at the quantized values is the masters'.
+  Weights leaves = fake_quantized(masters, agreement.contract.weight);
+  for (auto& [id, w] : leaves) w.requires_grad_(true);
+  const Tensor plain = plain_logp(agreement.model, leaves, batch[0]);
+  for (std::size_t t = 0; t < slope.size(); ++t) {
+    if (batch[0].response_mask[t] == 0) slope[t] = 0.0f;
+  }
+  plain.backward(at::from_blob(slope.data() + 1, {plain.numel()}, at::kFloat));
+  for (const auto& [id, w] : leaves) {
+    EXPECT_LT(relative_error(gradient.at(id), w.grad()), 1e-3) << to_string(id);
+    if (of_expert(id.role)) {
+      EXPECT_FALSE(w.equal(masters.at(id))) << to_string(id);
+    }
+  }
+}
+
+/// Codes of one expert after another, as the rollout holds them, and what its experts give for x:
+/// the exact product, SwiGLU, the exact product, gates in slot order.
+TEST_F(TrainerTest, TheRealProductIsTheRolloutsBitForBit) {
+  constexpr std::int64_t kT = 7, kD = 32, kF = 16, kE = 3, kK = 2;
+  const Quantizer rule = contracts::lockstep(1).activation;
+  const Quantizer weight_rule = contracts::lockstep(1).weight;
+  torch::manual_seed(4);
+  const auto bf16 = [](const Tensor& t) { return t.to(at::kBFloat16).to(at::kFloat); };
+  const Tensor x = bf16(torch::randn({kT, kD})), gates = torch::rand({kT, kK});
+  const Tensor chosen = torch::randint(kE, {kT, kK}, at::kLong);
+  struct Packed {
+    Packed(std::int64_t rows, std::int64_t cols)
+        : codes(static_cast<std::size_t>(rows * cols / 2)),
+          scales(static_cast<std::size_t>(rows * cols / 16)),
+          global(static_cast<std::size_t>(rows)),
+          view{{codes.data(), {rows, cols / 2}, {cols / 2, 1}},
+               {scales.data(), {rows, cols / 16}, {cols / 16, 1}},
+               {global.data(), {rows}, {1}}} {}
+    std::vector<std::uint8_t> codes, scales;
+    std::vector<float> global;
+    PackedView<std::uint8_t> view;
+  };
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<std::vector<Line>> memory;
+  const auto coded = [&](const Tensor& w) {
+    const auto out = static_cast<std::int32_t>(w.size(1)),
+               in = static_cast<std::int32_t>(w.size(2));
+    memory.emplace_back(
+        static_cast<std::size_t>(kE * kernels::W4a4Weights::expert_bytes(out, in) / 64 + 1));
+    kernels::W4a4Weights to = {memory.back().front().bytes, kE, out, in};
+    for (std::int32_t e = 0; e < kE; ++e) {
+      Packed p(out, in);
+      PackedView<std::uint8_t> view = p.view;
+      view.global = {p.global.data(), {out}, {0}};
+      kernels::quantize_weight({w.data_ptr<float>() + e * out * in, {out, in}, {in, 1}},
+                               weight_rule, view);
+      kernels::w4a4_fill(to, e, 0, view);
+    }
+    return to;
+  };
+  const Tensor w13 = torch::randn({kE, 2 * kF, kD}), w2 = torch::randn({kE, kD, kF});
+  const kernels::W4a4Weights gate_up = coded(w13), down = coded(w2);
+  const Tensor ours = ops::experts(x, gates, w13, w2, chosen, {}, true, {&gate_up, &down, rule, x});
+  for (std::int64_t t = 0; t < kT; ++t) {
+    std::vector<float> sum(kD);
+    for (std::int64_t k = 0; k < kK; ++k) {
+      const auto e = static_cast<std::int32_t>(chosen[t][k].item<std::int64_t>());
+      const auto product = [&](const std::vector<Bf16>& row, const kernels::W4a4Weights& w) {
+        const auto cols = static_cast<std::int64_t>(row.size());
+        Packed p(1, cols);
+        kernels::quantize({.x = {row.data(), {1, cols}, {cols, 1}}, .rule = rule, .out = p.view});
+        std::vector<std::int32_t> offsets(kE + 1);
+        std::fill(offsets.begin() + e + 1, offsets.end(), 1);
+        std::vector<float> y(static_cast<std::size_t>(w.out));
+        kernels::w4a4({.a = p.view,
+                       .w = w,
+                       .offsets = {offsets.data(), {kE + 1}, {1}},
+                       .out = {y.data(), {1, w.out}, {w.out, 1}}});
+        return y;
+      };
+      std::vector<Bf16> row(kD), inner(kF);
+      for (std::int64_t i = 0; i < kD; ++i)
+        row[static_cast<std::size_t>(i)] = to_bf16(x[t][i].item<float>());
+      const std::vector<float> g = product(row, gate_up);
+      kernels::swiglu({.gate = {g.data(), {1, kF}, {2 * kF, 1}},
+                       .up = {g.data() + kF, {1, kF}, {2 * kF, 1}},
+                       .out = {inner.data(), {1, kF}, {kF, 1}}});
+      const std::vector<float> y = product(inner, down);
+      for (std::size_t i = 0; i < y.size(); ++i) sum[i] += gates[t][k].item<float>() * y[i];
+    }
+    for (std::int64_t i = 0; i < kD; ++i) {
+      EXPECT_EQ(ours[t][i].item<float>(), to_float(to_bf16(sum[static_cast<std::size_t>(i)])));
+    }
+  }
+}
+
+class TrainerGuided : public TrainerTest, public ::testing::WithParamInterface<Guidance> {};
+
+TEST_P(TrainerGuided, EveryPassReadsTheSameRecords) {
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  agreement.contract.kv_exponents.assign(4, -9);
+  agreement.guide = {.mode = GetParam(),
+                     .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
+                     .layers = LayerSet::range(1, 2),
+                     .replay_experts = true,
+                     .audit_every = 4};
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8, 25});
+  add_paths(batch);
+  const RandomTrace trace(6);
+  std::vector<Weights> after;
+  for (const bool recompute : {false, true}) {
+    Options options;
+    options.lr = 1e-3;
+    options.recompute = recompute;
+    options.tokens_per_pass = 50;
+    const auto trainer = make(agreement, options, random_weights(agreement.model, 3), qat);
+    const PerToken old = trainer->logprobs(batch, &trace);
+    trainer->accumulate(batch, &trace, [&](std::size_t i, auto logp, auto dlogp) {
+      EXPECT_TRUE(std::ranges::equal(logp, old[i])) << i;
+      return some_loss(i, logp, dlogp);
+    });
+    const Metrics metrics = trainer->update();
+    after.push_back(take(trainer->weights()));
+
+    const bool follows = GetParam() != Guidance::kOwnScale;
+    EXPECT_EQ(metrics.contains("fp4/guide/covered_frac/k"), follows);
+    if (follows) {
+      EXPECT_EQ(metrics.at("fp4/guide/covered_frac"), 1.0);
+    }
+    EXPECT_GT(metrics.at("fp4/act/flip_frac"), 0.5);  // nothing in common with those codes
+    if (GetParam() == Guidance::kFullForced) {
+      EXPECT_EQ(metrics.at("fp4/kv/residual_frac/layer_1"), 0.0);
+      EXPECT_GT(metrics.at("fp4/kv/residual_frac/layer_0"), 0.1);
+    }
+    // Without a trace the numbers are others.
+    EXPECT_NE(trainer->logprobs(batch, nullptr), trainer->logprobs(batch, &trace));
+  }
+  for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, TrainerGuided,
+                         ::testing::Values(Guidance::kOwnScale, Guidance::kRolloutScale,
+                                           Guidance::kLsbScaleMod4, Guidance::kLsb,
+                                           Guidance::kFullGuided, Guidance::kFullForced));
+
+TEST_F(TrainerTest, RefusesWhatItCannotTrainOn) {
+  Agreement agreement;
+  agreement.model = small_model();
+  Trainer empty(agreement, {}, {}, Device{}, *comm_);
+  std::vector<Trajectory> batch = random_batch(agreement.model, {12});
+  EXPECT_THROW(empty.logprobs(batch, nullptr), Error);  // no weights yet
+  Weights weights = random_weights(agreement.model, 1);
+  weights.begin()->second[0][0] = NAN;
+  EXPECT_THROW(give(weights, agreement.model, empty.initial_weights()), Error);
+
+  const auto trainer = make(agreement, {}, random_weights(agreement.model, 1));
+  batch[0].tokens[3] = agreement.model.vocabulary;
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+  batch = random_batch(agreement.model, {66});
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+  batch = random_batch(agreement.model, {12});
+  batch[0].response_mask.pop_back();
+  EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+  batch = random_batch(agreement.model, {12});  // R74: 11 records, or 12
+  for (const int count : {10, 11, 12, 13}) {
+    batch[0].path = {{.id = SpanId{1}, .first = 0, .count = count}};
+    if (count == 11 || count == 12) {
+      EXPECT_NO_THROW(trainer->logprobs(batch, nullptr));
+    } else {
+      EXPECT_THROW(trainer->logprobs(batch, nullptr), Error);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::train
