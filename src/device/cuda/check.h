@@ -1,0 +1,47 @@
+/// For .cu files alone: how a call of the CUDA runtime that failed becomes an Error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <source_location>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "device/view.h"
+
+namespace lockstep::cuda {
+
+/// Throws Error "CALL: what the runtime says" unless `status` is success.
+inline void require(cudaError_t status, const char* call,
+                    std::source_location where = std::source_location::current()) {
+  if (status == cudaSuccess) return;
+  throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"}),
+              where);
+}
+
+/// After a launch: throws where the kernel could not start. What goes wrong inside it shows at the
+/// next synchronize().
+inline void require_launch(const char* kernel,
+                           std::source_location where = std::source_location::current()) {
+  require(cudaGetLastError(), kernel, where);
+}
+
+inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+/// Makes a device current for a scope.
+class OnDevice {
+ public:
+  explicit OnDevice(std::int8_t index) {
+    require(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != index) require(cudaSetDevice(index), "cudaSetDevice");
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace lockstep::cuda

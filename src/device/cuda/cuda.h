@@ -1,0 +1,27 @@
+/// What device/ asks of a CUDA device, and what a kernel's host side needs. Declared in every
+/// build, defined where there is a CUDA compiler: call behind `if constexpr (build::has_cuda)`.
+#pragma once
+
+#include <cstdint>
+#include <source_location>
+#include <string>
+
+#include "device/memory.h"
+#include "device/view.h"
+
+namespace lockstep::cuda {
+
+std::string why_unusable(std::int8_t index);
+DeviceMemory memory(std::int8_t index);
+/// nullptr where there is not so much memory.
+void* allocate(std::int8_t index, std::int64_t bytes, Stream stream);
+void release(std::int8_t index, void* data, Stream stream) noexcept;
+void* allocate_pinned(std::int64_t bytes);
+void release_pinned(void* data) noexcept;
+void copy(void* to, const void* from, std::int64_t bytes, std::int8_t index, Stream stream);
+void fill(void* to, std::uint8_t value, std::int64_t bytes, std::int8_t index, Stream stream);
+void synchronize(std::int8_t index, Stream stream);
+void trim_pool(std::int8_t index);
+int multiprocessors(std::int8_t index);
+
+}  // namespace lockstep::cuda

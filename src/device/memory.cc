@@ -1,0 +1,131 @@
+#include "device/memory.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "base/build.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "device/cuda/cuda.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+bool on_cuda(Device device) { return device.kind == Device::Kind::kCuda; }
+
+[[noreturn]] void throw_no_backend() {
+  throw Error("device = \"cuda\": this build has no CUDA backend; install nvcc 13 and build anew");
+}
+
+}  // namespace
+
+std::string why_unusable(Device device) {
+  if (!on_cuda(device)) return "";
+  if constexpr (build::has_cuda) return cuda::why_unusable(device.index);
+  return "this build has no CUDA backend; install nvcc 13 and build anew";
+}
+
+DeviceMemory device_memory(Device device) {
+  if (!on_cuda(device)) {
+    const std::int64_t page = sysconf(_SC_PAGESIZE);
+    return {page * sysconf(_SC_PHYS_PAGES), page * sysconf(_SC_AVPHYS_PAGES)};
+  }
+  if constexpr (build::has_cuda) return cuda::memory(device.index);
+  throw_no_backend();
+}
+
+Buffer::Buffer(Device device, std::int64_t bytes, Stream stream)
+    : bytes_(bytes), device_(device), stream_(stream) {
+  if (bytes < 0) throw Error(cat({"device: a buffer of ", bytes, " bytes was asked for"}));
+  if (bytes == 0) return;
+  if (!on_cuda(device)) {
+    data_ = ::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlignment));
+    return;
+  }
+  if constexpr (build::has_cuda) {
+    data_ = cuda::allocate(device.index, bytes, stream);
+    if (data_ == nullptr) {
+      throw Error(cat({"device: ", bytes, " bytes were asked for on CUDA device ",
+                       static_cast<int>(device.index), ", ", cuda::memory(device.index).free,
+                       " are free"}));
+    }
+    return;
+  }
+  throw_no_backend();
+}
+
+void Buffer::reset() {
+  void* const data = std::exchange(data_, nullptr);
+  bytes_ = 0;
+  if (data == nullptr) return;
+  if constexpr (build::has_cuda) {
+    if (on_cuda(device_)) return cuda::release(device_.index, data, stream_);
+  }
+  ::operator delete(data, std::align_val_t(kAlignment));
+}
+
+PinnedBuffer::PinnedBuffer(std::int64_t bytes) : bytes_(bytes) {
+  if (bytes < 0) throw Error(cat({"device: a buffer of ", bytes, " bytes was asked for"}));
+  if (bytes == 0) return;
+  if constexpr (build::has_cuda) {
+    if (cuda::why_unusable(0).empty()) {
+      data_ = cuda::allocate_pinned(bytes);
+      pinned_ = true;
+      return;
+    }
+  }
+  data_ = ::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlignment));
+}
+
+void PinnedBuffer::reset() {
+  void* const data = std::exchange(data_, nullptr);
+  bytes_ = 0;
+  if (data == nullptr) return;
+  if constexpr (build::has_cuda) {
+    if (pinned_) return cuda::release_pinned(data);
+  }
+  ::operator delete(data, std::align_val_t(kAlignment));
+}
+
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device,
+                std::int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  if (!on_cuda(to_device) && !on_cuda(from_device)) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    return;
+  }
+  if constexpr (build::has_cuda) {
+    const Device& device = on_cuda(to_device) ? to_device : from_device;
+    return cuda::copy(to, from, bytes, device.index, stream);
+  }
+  throw_no_backend();
+}
+
+void fill_bytes(void* to, Device device, std::uint8_t value, std::int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  if (!on_cuda(device)) {
+    std::memset(to, value, static_cast<std::size_t>(bytes));
+    return;
+  }
+  if constexpr (build::has_cuda) return cuda::fill(to, value, bytes, device.index, stream);
+  throw_no_backend();
+}
+
+void synchronize(Device device, Stream stream) {
+  if (!on_cuda(device)) return;
+  if constexpr (build::has_cuda) return cuda::synchronize(device.index, stream);
+  throw_no_backend();
+}
+
+void trim_pool(Device device) {
+  if (!on_cuda(device)) return;
+  if constexpr (build::has_cuda) return cuda::trim_pool(device.index);
+  throw_no_backend();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,127 @@
+/// Memory on a device and what moves it. On a CPU everything is done on return; on a CUDA device
+/// in the order of the stream.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/view.h"
+
+namespace lockstep {
+
+/// Why work cannot run on `device`: one line that names what is missing. "" where it can.
+std::string why_unusable(Device device);
+
+/// Bytes of the device's memory: all, and what a Buffer could still get.
+struct DeviceMemory {
+  std::int64_t total = 0;
+  std::int64_t free = 0;
+};
+
+/// Throws Error where the device is not usable.
+DeviceMemory device_memory(Device device);
+
+/// Bytes with one owner, aligned to 256, uninitialized. On a CUDA device they come from the
+/// device's pool and go back to it in the order of the stream they were asked for on.
+class Buffer {
+ public:
+  Buffer() = default;
+  /// Throws Error naming the bytes asked for and those free.
+  Buffer(Device device, std::int64_t bytes, Stream stream = {});
+  ~Buffer() { reset(); }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  template <typename T = std::byte>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::int64_t bytes() const { return bytes_; }
+  Device device() const { return device_; }
+  void reset();
+
+ private:
+  void swap(Buffer& other) {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(device_, other.device_);
+    std::swap(stream_, other.stream_);
+  }
+
+  void* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+  Device device_{};
+  Stream stream_{};
+};
+
+/// Host memory that a CUDA device reads and writes without a copy in between. Plain memory where
+/// there is no such device.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  /// Throws Error naming the bytes asked for.
+  explicit PinnedBuffer(std::int64_t bytes);
+  ~PinnedBuffer() { reset(); }
+  PinnedBuffer(PinnedBuffer&& other) noexcept { swap(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+
+  template <typename T = std::byte>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::int64_t bytes() const { return bytes_; }
+  void reset();
+
+ private:
+  void swap(PinnedBuffer& other) {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(pinned_, other.pinned_);
+  }
+
+  void* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+  bool pinned_ = false;
+};
+
+/// Copies between any two devices. From or to host memory that is not pinned the call waits.
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device,
+                std::int64_t bytes, Stream stream = {});
+void fill_bytes(void* to, Device device, std::uint8_t value, std::int64_t bytes,
+                Stream stream = {});
+
+/// Waits for all work given to the stream. Throws Error in the device's words where it failed.
+void synchronize(Device device, Stream stream = {});
+
+/// Gives what the pool holds and no Buffer owns back to the device, for another library to take.
+void trim_pool(Device device);
+
+/// A tensor on a device from a host's numbers and back, for tests and tools: both wait.
+template <typename T>
+Buffer to_device(const std::vector<T>& values, Device device) {
+  Buffer buffer(device, static_cast<std::int64_t>(values.size() * sizeof(T)));
+  copy_bytes(buffer.as<void>(), device, values.data(), {}, buffer.bytes());
+  synchronize(device);
+  return buffer;
+}
+template <typename T>
+std::vector<T> to_host(const Buffer& buffer) {
+  std::vector<T> values(static_cast<std::size_t>(buffer.bytes()) / sizeof(T));
+  copy_bytes(values.data(), {}, buffer.as<void>(), buffer.device(), buffer.bytes());
+  synchronize(buffer.device());
+  return values;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,73 @@
+#include "device/memory.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "base/error.h"
+#include "device/testing.h"
+
+namespace lockstep {
+namespace {
+
+class Memory : public testing::TestWithParam<Device> {};
+
+TEST_P(Memory, KeepsWhatWasCopied) {
+  std::vector<std::int32_t> values(100'003);
+  std::iota(values.begin(), values.end(), -7);
+  const Buffer first = to_device(values, GetParam());
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(first.as<void>()) % 256, 0u);
+  const Buffer second(GetParam(), first.bytes());
+  copy_bytes(second.as<void>(), GetParam(), first.as<void>(), GetParam(), first.bytes());
+  EXPECT_EQ(to_host<std::int32_t>(second), values);
+  fill_bytes(second.as<void>(), GetParam(), 0x5A, 8);
+  EXPECT_EQ(to_host<std::int32_t>(second)[1], 0x5A5A5A5A);
+  EXPECT_EQ(to_host<std::int32_t>(second)[2], values[2]);
+}
+
+TEST_P(Memory, OwnsOnce) {
+  Buffer a(GetParam(), 64);
+  void* const data = a.as<void>();
+  Buffer b = std::move(a);
+  EXPECT_EQ(b.as<void>(), data);
+  b.reset();
+  EXPECT_EQ(b.as<void>(), nullptr);
+  EXPECT_EQ(b.bytes(), 0);
+  EXPECT_EQ(Buffer(GetParam(), 0).as<void>(), nullptr);
+  EXPECT_THROW(Buffer(GetParam(), -1), Error);
+}
+
+TEST_P(Memory, SaysHowMuchIsThere) {
+  const DeviceMemory memory = device_memory(GetParam());
+  EXPECT_GT(memory.free, 0);
+  EXPECT_GE(memory.total, memory.free);
+}
+
+TEST_P(Memory, PinnedIsThereForBoth) {
+  const PinnedBuffer pinned(4096);
+  const Buffer buffer(GetParam(), 4096);
+  fill_bytes(buffer.as<void>(), GetParam(), 7, 4096);
+  copy_bytes(pinned.as<void>(), {}, buffer.as<void>(), GetParam(), 4096);
+  synchronize(GetParam());
+  EXPECT_EQ(pinned.as<std::uint8_t>()[4095], 7);
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Memory, testing::ValuesIn(devices()), name_of_device);
+
+TEST(Devices, ACudaDeviceIsThereOrSaysWhyNot) {
+  const Device far{Device::Kind::kCuda, 99};
+  EXPECT_NE(why_unusable(far), "");
+  EXPECT_EQ(why_unusable({}), "");
+  if (devices().size() > 1) {
+    try {
+      Buffer(devices()[1], 1ll << 46);
+      FAIL() << "64 TiB";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("70368744177664 bytes"), std::string::npos);
+    }
+    EXPECT_NO_THROW(Buffer(devices()[1], 1 << 20));  // and nothing is left of the failure
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
