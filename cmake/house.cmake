@@ -1,6 +1,7 @@
 # One library a folder, from the files that lie in it:
 #   x.cc        always              x_test.cc   into <folder>_test
 #   x_cuda.cu   with LOCKSTEP_CUDA  x_bench.cc  into <folder>_bench
+#   x_cuda_bench.cc  with LOCKSTEP_CUDA into cuda_bench, of all folders together
 #   main.cc     the program         x_fuzz.cc   an executable x_fuzz of its own
 # The suffix decides, so CPU and CUDA builds share one rule and there is no list to keep.
 
@@ -12,6 +13,7 @@ function(lockstep_folder name)
   list(FILTER sources EXCLUDE REGEX "(_(test|bench|fuzz)|/main)\\.cc$")
   list(FILTER tests INCLUDE REGEX "_test\\.cc$")
   list(FILTER benches INCLUDE REGEX "_bench\\.cc$")
+  list(FILTER benches EXCLUDE REGEX "_cuda_bench\\.cc$")
   list(FILTER fuzzers INCLUDE REGEX "_fuzz\\.cc$")
   if(LOCKSTEP_CUDA)
     file(GLOB_RECURSE cuda CONFIGURE_DEPENDS src/${name}/*_cuda.cu)
@@ -87,6 +89,13 @@ function(lockstep_house)
     lockstep_folder(${name} ${links} ${below})
     list(APPEND here ${name})
   endforeach()
+endfunction()
+
+# Every x_cuda_bench.cc in one program, since what a card can do is measured once for all.
+function(lockstep_cuda_bench)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/*_cuda_bench.cc)
+  add_executable(cuda_bench tools/bench/cuda_bench.cc ${sources})
+  target_link_libraries(cuda_bench PRIVATE ${ARGN})
 endfunction()
 
 # What crosses folders: tests/x_test.cc an executable each, tests/x_test.py under pytest,
