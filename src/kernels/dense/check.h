@@ -1,20 +1,26 @@
 /// What the ops of this folder require of their arguments.
 #pragma once
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "device/view.h"
 
 namespace lockstep::kernels {
 
-/// Throws unless `view` is on the CPU, has that shape and its rows are contiguous.
+inline const char* name_of_kind(Device device) {
+  return device.kind == Device::Kind::kCuda ? "a CUDA device" : "the CPU";
+}
+
+/// Throws unless `view` is on `device`, has that shape and its rows are contiguous.
 template <typename T>
 void require_shape(const char* op, const char* name, const TensorView<T, 2>& view,
-                   std::int64_t rows, std::int64_t cols) {
-  if (view.device != Device{}) {
-    throw Error(cat({op, ": ", name,
-                     " lies on a device that this op has no kernel for; move it "
-                     "to the CPU"}));
+                   std::int64_t rows, std::int64_t cols, Device device = {}) {
+  if (view.device != device) {
+    throw Error(
+        cat({op, ": ", name, " lies on ", name_of_kind(view.device), ", expected ",
+             name_of_kind(device), ", for all operands of an op lie on one device that it has ",
+             "a kernel for"}));
   }
   const bool whole = view.shape[0] == rows && view.shape[1] == cols;
   if (!whole || (cols > 1 && view.stride[1] != 1) || (rows > 0 && cols > 0 && view.empty())) {
@@ -26,8 +32,18 @@ void require_shape(const char* op, const char* name, const TensorView<T, 2>& vie
 
 /// A view of contiguous rows.
 template <typename T>
-TensorView<T, 2> rows_of(T* data, std::int64_t rows, std::int64_t cols) {
-  return {data, {rows, cols}, {cols, 1}};
+TensorView<T, 2> rows_of(T* data, std::int64_t rows, std::int64_t cols, Device device = {}) {
+  return {data, {rows, cols}, {cols, 1}, device};
+}
+
+/// Whether an op's operands lie on a CUDA device. Throws where this build has no kernels for one.
+inline bool on_cuda(const char* op, Device device) {
+  if (device.kind != Device::Kind::kCuda) return false;
+  if (!build::has_cuda) {
+    throw Error(cat({op, ": this build has no CUDA backend; build with -DLOCKSTEP_CUDA=ON or use ",
+                     "device = \"cpu\""}));
+  }
+  return true;
 }
 
 }  // namespace lockstep::kernels

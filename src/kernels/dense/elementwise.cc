@@ -43,6 +43,10 @@ std::int64_t first_bad(std::int64_t rows, std::int64_t cols, const Good& good) {
   return lowest == kNone ? -1 : lowest.load();
 }
 
+void lower(std::int64_t row, std::int32_t* bad) {
+  if (row >= 0 && row < *bad) *bad = static_cast<std::int32_t>(row);
+}
+
 }  // namespace
 
 std::int64_t residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h) {
@@ -64,24 +68,50 @@ std::int64_t first_nonfinite(TensorView<const Bf16, 2> x) {
   });
 }
 
-void combine(const CombineArgs& args, Stream) {
+void residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
+                  Stream stream) {
+  const Device device = x.device;
+  require_shape("residual_add", "x", x, x.shape[0], x.shape[1], device);
+  require_shape("residual_add", "h", h, x.shape[0], x.shape[1], device);
+  if (on_cuda("residual_add", device)) {
+    if constexpr (build::has_cuda) return residual_add_cuda(x, h, bad, stream);
+  }
+  lower(residual_add(x, h), bad);
+}
+
+void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream) {
+  require_shape("first_nonfinite", "x", x, x.shape[0], x.shape[1], x.device);
+  if (on_cuda("first_nonfinite", x.device)) {
+    if constexpr (build::has_cuda) return first_nonfinite_cuda(x, bad, stream);
+  }
+  lower(first_nonfinite(x), bad);
+}
+
+void combine(const CombineArgs& args, Stream stream) {
   const std::int64_t rows = args.gates.shape[0];
   const std::int64_t slots = args.gates.shape[1];
   const std::int64_t cols = args.out.shape[1];
-  require_shape("combine", "y", args.y, rows * slots, cols);
-  require_shape("combine", "gates", args.gates, rows, slots);
-  require_shape("combine", "out", args.out, rows, cols);
+  const Device device = args.out.device;
+  require_shape("combine", "y", args.y, rows * slots, cols, device);
+  require_shape("combine", "gates", args.gates, rows, slots, device);
+  require_shape("combine", "out", args.out, rows, cols, device);
+  if (on_cuda("combine", device)) {
+    if constexpr (build::has_cuda) return combine_cuda(args, stream);
+  }
   const auto run = ops().combine;
   parallel_for(rows, grain(cols, 1 << 14),
                [&](std::int64_t first, std::int64_t end) { run(args, first, end); });
 }
 
 void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
-                 TensorView<Bf16, 2> to) {
+                 TensorView<Bf16, 2> to, Stream stream) {
   const auto rows = static_cast<std::int64_t>(index.size());
   const std::int64_t cols = from.shape[1];
-  require_shape("gather_rows", "from", from, from.shape[0], cols);
-  require_shape("gather_rows", "to", to, rows, cols);
+  require_shape("gather_rows", "from", from, from.shape[0], cols, from.device);
+  require_shape("gather_rows", "to", to, rows, cols, from.device);
+  if (on_cuda("gather_rows", from.device)) {
+    if constexpr (build::has_cuda) return gather_rows_cuda(from, index, to, stream);
+  }
   parallel_for(rows, grain(cols, 1 << 17), [&](std::int64_t first, std::int64_t end) {
     for (; first < end; ++first) {
       const std::int64_t row = index[static_cast<std::size_t>(first)];
@@ -91,10 +121,10 @@ void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> i
   });
 }
 
-void drift_noise(const DriftNoiseArgs& args, Stream) {
+void drift_noise(const DriftNoiseArgs& args, Stream stream) {
   const std::int64_t rows = args.x.shape[0];
   const std::int64_t cols = args.x.shape[1];
-  require_shape("drift_noise", "x", args.x, rows, cols);
+  require_shape("drift_noise", "x", args.x, rows, cols, args.x.device);
   if (static_cast<std::int64_t>(args.streams.size()) != rows ||
       static_cast<std::int64_t>(args.positions.size()) != rows) {
     throw Error(cat({"drift_noise: ", args.streams.size(), " streams and ", args.positions.size(),
@@ -103,6 +133,9 @@ void drift_noise(const DriftNoiseArgs& args, Stream) {
   if (args.site >= 1u << 16 || cols > 1 << 17) {
     throw Error(cat({"drift_noise: site ", args.site, " and ", cols,
                      " columns; expected below 65536 and at most 131072"}));
+  }
+  if (on_cuda("drift_noise", args.x.device)) {
+    if constexpr (build::has_cuda) return drift_noise_cuda(args, stream);
   }
   const auto noise = ops().noise;
   parallel_for(rows, grain(cols, 1 << 12), [&](std::int64_t first, std::int64_t end) {

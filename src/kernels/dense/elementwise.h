@@ -14,6 +14,13 @@ std::int64_t residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h);
 /// The first row of x that holds a NaN or Inf, -1 if there is none.
 std::int64_t first_nonfinite(TensorView<const Bf16, 2> x);
 
+/// The two above, for work that is not waited for: *bad, which lies where x does, becomes the first
+/// such row where that is lower than what it holds. Both of the above want x on the CPU.
+inline constexpr std::int32_t kNoRow = 0x7FFFFFFF;
+void residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
+                  Stream stream);
+void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream);
+
 struct CombineArgs {
   TensorView<const float, 2> y;      // [rows * K, cols] outputs of the experts, a row's K together
   TensorView<const float, 2> gates;  // [rows, K]
@@ -23,9 +30,9 @@ struct CombineArgs {
 /// out = sum of gate * y in the order of the slots, in FP32, rounded once.
 void combine(const CombineArgs& args, Stream stream);
 
-/// to row i = from row index[i].
+/// to row i = from row index[i], which lies where they do.
 void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
-                 TensorView<Bf16, 2> to);
+                 TensorView<Bf16, 2> to, Stream stream = {});
 
 struct DriftNoiseArgs {
   TensorView<Bf16, 2> x;  // [rows, cols] in place
@@ -39,7 +46,8 @@ struct DriftNoiseArgs {
 /// x = bf16(x + sigma / sqrt(2) * (rms(x) * e1 + x * e2)): the declared drift of a study. e1 and e2
 /// are Gaussian, by Box-Muller from Philox4x32-10 with `seed` as key and counter (stream, position,
 /// site * 2^16 + element / 2): words 0 and 1 for the even element, 2 and 3 for the odd one. A row's
-/// noise depends on its name alone. Throws Error naming what is wrong.
+/// noise depends on its name alone, and is the same bits on every device. Throws Error naming what
+/// is wrong.
 void drift_noise(const DriftNoiseArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -9,7 +9,7 @@
 namespace lockstep::kernels {
 
 /// Two Gaussian numbers from two words, by Box and Muller.
-[[gnu::always_inline]] inline void gaussians(std::uint32_t a, std::uint32_t b, float& x, float& y) {
+[[gnu::always_inline]] constexpr void gaussians(std::uint32_t a, std::uint32_t b, float& x, float& y) {
   // ln u, u = (a + 1/2) / 2^24 in (0, 1): u = m 2^e with m in [0.7, 1.41), by atanh's series.
   const float u = (static_cast<float>(static_cast<std::int32_t>(a >> 8)) + 0.5f) * 0x1p-24f;
   const std::uint32_t bits = float_bits(u) - 0x3F3504F3u;  // sqrt(1/2)
@@ -144,5 +144,13 @@ struct ElementwiseOps {
 ElementwiseOps elementwise_portable();
 ElementwiseOps elementwise_avx2();
 ElementwiseOps elementwise_avx512();
+
+void residual_add_cuda(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
+                       Stream stream);
+void first_nonfinite_cuda(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream);
+void combine_cuda(const CombineArgs& args, Stream stream);
+void gather_rows_cuda(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
+                      TensorView<Bf16, 2> to, Stream stream);
+void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -67,7 +67,7 @@ template <typename T>
 }
 
 /// e^x to 2 ulp for x in [-87, 88]; 0 below. A NaN stays one.
-[[gnu::always_inline]] inline float exp_fp32(float x) {
+[[gnu::always_inline]] constexpr float exp_fp32(float x) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693145752f;  // 16 bits: n * kLn2High is exact
   constexpr float kLn2Low = 1.42860677e-6f;

@@ -15,6 +15,7 @@ struct RmsNormArgs {
 
 /// y = bf16(bf16(x / sqrt(mean(x^2) + eps)) * weight), the mean in FP32: squares summed in 16 lanes
 /// (element i in lane i mod 16), lanes added by halves. Rows do not depend on each other.
+/// On every device the same bits; `weight` lies where x does.
 /// Throws Error naming the argument, its value and what was expected.
 void rms_norm(const RmsNormArgs& args, Stream stream);
 

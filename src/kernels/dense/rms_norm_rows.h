@@ -30,5 +30,6 @@ namespace lockstep::kernels {
 void rms_norm_portable(const RmsNormArgs& args, std::int64_t first, std::int64_t end);
 void rms_norm_avx2(const RmsNormArgs& args, std::int64_t first, std::int64_t end);
 void rms_norm_avx512(const RmsNormArgs& args, std::int64_t first, std::int64_t end);
+void rms_norm_cuda(const RmsNormArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

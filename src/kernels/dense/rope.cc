@@ -10,7 +10,8 @@
 
 namespace lockstep::kernels {
 
-RopeTable::RopeTable(double theta, std::int32_t head_dim) : theta_(theta), half_(head_dim / 2) {}
+RopeTable::RopeTable(double theta, std::int32_t head_dim, Device device)
+    : theta_(theta), half_(head_dim / 2), device_(device) {}
 
 void RopeTable::grow(std::int32_t count) {
   if (count <= positions_) return;
@@ -26,25 +27,42 @@ void RopeTable::grow(std::int32_t count) {
     }
   }
   positions_ = count;
+  if (device_.kind == Device::Kind::kCpu) {
+    cos_at_ = cos_.data();
+    sin_at_ = sin_.data();
+    return;
+  }
+  cos_copy_ = to_device(cos_, device_);
+  sin_copy_ = to_device(sin_, device_);
+  cos_at_ = cos_copy_.as<float>();
+  sin_at_ = sin_copy_.as<float>();
 }
 
-void rope(const RopeArgs& args, Stream) {
+void rope(const RopeArgs& args, Stream stream) {
   const std::int64_t rows = args.x.shape[0];
   const std::int64_t cols = args.x.shape[1];
-  require_shape("rope", "x", args.x, rows, cols);
+  const Device device = args.x.device;
+  require_shape("rope", "x", args.x, rows, cols, device);
   if (args.head_dim <= 0 || args.head_dim % 2 != 0 || cols % args.head_dim != 0) {
     throw Error(cat({"rope: head_dim is ", args.head_dim, "; expected an even divisor of ", cols}));
   }
   if (static_cast<std::int64_t>(args.positions.size()) != rows || args.table == nullptr) {
     throw Error(cat({"rope: ", args.positions.size(), " positions for ", rows, " rows"}));
   }
+  if (args.table->device() != device) {
+    throw Error(cat({"rope: x lies on ", name_of_kind(device), ", its table on ",
+                     name_of_kind(args.table->device())}));
+  }
+  if (!args.norm.empty() && static_cast<std::int32_t>(args.norm.size()) != args.head_dim) {
+    throw Error(cat({"rope: norm has ", args.norm.size(), " elements; expected ", args.head_dim}));
+  }
+  if (on_cuda("rope", device)) {
+    if constexpr (build::has_cuda) return rope_cuda(args, stream);
+  }
   const auto [low, high] = std::minmax_element(args.positions.begin(), args.positions.end());
   if (rows > 0 && (*low < 0 || *high >= args.table->positions())) {
     throw Error(cat({"rope: positions ", *low, "..", *high, "; the table has 0..",
                      args.table->positions() - 1}));
-  }
-  if (!args.norm.empty() && static_cast<std::int32_t>(args.norm.size()) != args.head_dim) {
-    throw Error(cat({"rope: norm has ", args.norm.size(), " elements; expected ", args.head_dim}));
   }
   parallel_for(rows, 1 + (1 << 14) / cols, [&](std::int64_t first, std::int64_t end) {
     switch (vectors()) {

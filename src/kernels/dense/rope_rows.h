@@ -30,5 +30,6 @@ namespace lockstep::kernels {
 void rope_portable(const RopeArgs& args, std::int64_t first, std::int64_t end);
 void rope_avx2(const RopeArgs& args, std::int64_t first, std::int64_t end);
 void rope_avx512(const RopeArgs& args, std::int64_t first, std::int64_t end);
+void rope_cuda(const RopeArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

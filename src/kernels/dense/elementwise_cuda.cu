@@ -1,0 +1,238 @@
+#include <algorithm>
+
+#include "device/cuda/check.h"
+#include "kernels/dense/elementwise_rows.h"
+#include "kernels/dense/row_cuda.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kMostCols = 1 << 15;  // where a row is kept in shared memory
+
+/// Rows of one or two matrices, seen as words of 1 or 16 bytes' worth of elements.
+struct RowParams {
+  const Bf16* x;
+  Bf16* h;  // of residual_add, or null
+  std::int32_t* bad;
+  std::int64_t x_stride;
+  std::int64_t h_stride;
+  std::int32_t cols;
+};
+
+__device__ bool nonfinite_in(std::uint32_t pair) {
+  return (pair & 0x7F800000u) == 0x7F800000u || (pair & 0x7F80u) == 0x7F80u;
+}
+
+__device__ std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b) {
+  return to_bf16_pair(__fadd_rn(low_of(a), low_of(b)), __fadd_rn(high_of(a), high_of(b)));
+}
+
+/// A block a row: is it finite, after x is added to h where there is an h?
+template <bool kWide>
+__global__ void __launch_bounds__(kThreads) add_rows_kernel(const __grid_constant__ RowParams p) {
+  const std::int64_t row = blockIdx.x;
+  const Bf16* const x = p.x + row * p.x_stride;
+  Bf16* const h = p.h == nullptr ? nullptr : p.h + row * p.h_stride;
+  constexpr int kWidth = kWide ? 8 : 1;
+  bool bad = false;
+  for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += kThreads * kWidth) {
+    if constexpr (kWide) {
+      uint4 value = *reinterpret_cast<const uint4*>(x + i);
+      if (h != nullptr) {
+        const uint4 old = *reinterpret_cast<const uint4*>(h + i);
+        value = make_uint4(sum_of_pairs(old.x, value.x), sum_of_pairs(old.y, value.y),
+                           sum_of_pairs(old.z, value.z), sum_of_pairs(old.w, value.w));
+        *reinterpret_cast<uint4*>(h + i) = value;
+      }
+      bad |= nonfinite_in(value.x) || nonfinite_in(value.y) || nonfinite_in(value.z) ||
+             nonfinite_in(value.w);
+    } else {
+      Bf16 value = x[i];
+      if (h != nullptr) {
+        value = to_bf16(__fadd_rn(to_float(h[i]), to_float(value)));
+        h[i] = value;
+      }
+      bad |= !is_finite(value);
+    }
+  }
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {
+    atomicMin(p.bad, static_cast<std::int32_t>(row));
+  }
+}
+
+bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
+
+void launch_rows(const RowParams& params, std::int64_t rows, Device device, Stream stream) {
+  if (rows == 0) return;
+  const cuda::OnDevice scope(device.index);
+  const bool wide = params.cols % 8 == 0 && params.x_stride % 8 == 0 && params.h_stride % 8 == 0 &&
+                    aligned(params.x) && aligned(params.h);
+  const auto kernel = wide ? add_rows_kernel<true> : add_rows_kernel<false>;
+  kernel<<<static_cast<unsigned>(rows), kThreads, 0, cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("add_rows_kernel");
+}
+
+struct CombineParams {
+  const float* y;
+  const float* gates;
+  Bf16* out;
+  std::int64_t y_stride;
+  std::int64_t gates_stride;
+  std::int64_t out_stride;
+  std::int32_t slots;
+  std::int32_t cols;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  const std::int64_t row = blockIdx.y;
+  const int column = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (column >= p.cols) return;
+  const float* const gates = p.gates + row * p.gates_stride;
+  const float* y = p.y + row * p.slots * p.y_stride + column;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
+    sum = __fadd_rn(sum, __fmul_rn(gates[slot], *y));
+  }
+  p.out[row * p.out_stride + column] = to_bf16(sum);
+}
+
+struct GatherParams {
+  const Bf16* from;
+  const std::int32_t* index;
+  Bf16* to;
+  std::int64_t from_stride;
+  std::int64_t to_stride;
+  std::int32_t cols;
+};
+
+template <typename Word>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams p) {
+  constexpr int kWidth = sizeof(Word) / sizeof(Bf16);
+  const Bf16* const from = p.from + p.index[blockIdx.x] * p.from_stride;
+  Bf16* const to = p.to + blockIdx.x * p.to_stride;
+  for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += kThreads * kWidth) {
+    *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
+  }
+}
+
+struct NoiseParams {
+  Bf16* x;
+  const std::uint64_t* streams;
+  const std::int32_t* positions;
+  std::uint64_t seed;
+  std::int64_t stride;
+  std::int32_t cols;
+  std::uint32_t site;
+  float sigma;
+};
+
+/// A block a row, a thread a pair of elements and the words of one counter.
+__global__ void __launch_bounds__(kThreads) noise_kernel(const __grid_constant__ NoiseParams p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Bf16* const row = reinterpret_cast<Bf16*>(shared);
+  __shared__ float rms;
+  Bf16* const x = p.x + blockIdx.x * p.stride;
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < p.cols; i += kThreads) row[i] = x[i];
+  __syncthreads();
+  if (thread < 32) {
+    const float squares = warp_sum_of_squares(row, p.cols);
+    if (thread == 0) rms = __fsqrt_rn(__fdiv_rn(squares, static_cast<float>(p.cols)));
+  }
+  __syncthreads();
+  const float sigma = p.sigma * 0.707106781f;
+  const PhiloxWords counter = philox_counter(
+      p.streams[blockIdx.x], static_cast<std::uint32_t>(p.positions[blockIdx.x]), p.site << 16);
+  for (int i = 2 * thread; i < p.cols; i += 2 * kThreads) {
+    const PhiloxWords words = philox(p.seed, {counter[0], counter[1], counter[2],
+                                              counter[3] + static_cast<std::uint32_t>(i / 2)});
+    float e1 = 0.0f;
+    float e2 = 0.0f;
+    gaussians(words[0], words[1], e1, e2);
+    const float even = to_float(row[i]);
+    x[i] = to_bf16(even + sigma * (rms * e1 + even * e2));
+    if (i + 1 == p.cols) break;
+    gaussians(words[2], words[3], e1, e2);
+    const float odd = to_float(row[i + 1]);
+    x[i + 1] = to_bf16(odd + sigma * (rms * e1 + odd * e2));
+  }
+}
+
+}  // namespace
+
+void residual_add_cuda(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
+                       Stream stream) {
+  launch_rows(
+      {x.data, h.data, bad, x.stride[0], h.stride[0], static_cast<std::int32_t>(x.shape[1])},
+      x.shape[0], x.device, stream);
+}
+
+void first_nonfinite_cuda(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream) {
+  launch_rows({x.data, nullptr, bad, x.stride[0], 0, static_cast<std::int32_t>(x.shape[1])},
+              x.shape[0], x.device, stream);
+}
+
+void combine_cuda(const CombineArgs& args, Stream stream) {
+  const std::int64_t rows = args.gates.shape[0];
+  const std::int64_t cols = args.out.shape[1];
+  const cuda::OnDevice scope(args.out.device.index);
+  CombineParams params{args.y.data,
+                       args.gates.data,
+                       args.out.data,
+                       args.y.stride[0],
+                       args.gates.stride[0],
+                       args.out.stride[0],
+                       static_cast<std::int32_t>(args.gates.shape[1]),
+                       static_cast<std::int32_t>(cols)};
+  constexpr std::int64_t kMostRows = 65535;  // of a grid's second dimension
+  for (std::int64_t first = 0; cols > 0 && first < rows; first += kMostRows) {
+    const std::int64_t count = std::min(kMostRows, rows - first);
+    combine_kernel<<<dim3(static_cast<unsigned>((cols + kThreads - 1) / kThreads),
+                          static_cast<unsigned>(count)),
+                     kThreads, 0, cuda::stream_of(stream)>>>(params);
+    params.y += count * params.slots * params.y_stride;
+    params.gates += count * params.gates_stride;
+    params.out += count * params.out_stride;
+  }
+  cuda::require_launch("combine_kernel");
+}
+
+void gather_rows_cuda(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
+                      TensorView<Bf16, 2> to, Stream stream) {
+  if (index.empty() || from.shape[1] == 0) return;
+  const cuda::OnDevice scope(from.device.index);
+  const GatherParams params{from.data,      index.data(), to.data,
+                            from.stride[0], to.stride[0], static_cast<std::int32_t>(from.shape[1])};
+  const bool wide = params.cols % 8 == 0 && params.from_stride % 8 == 0 &&
+                    params.to_stride % 8 == 0 && aligned(params.from) && aligned(params.to);
+  const auto kernel = wide ? gather_kernel<uint4> : gather_kernel<std::uint16_t>;
+  kernel<<<static_cast<unsigned>(index.size()), kThreads, 0, cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("gather_kernel");
+}
+
+void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream) {
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t cols = args.x.shape[1];
+  if (rows == 0 || cols == 0) return;
+  if (cols > kMostCols) {
+    throw Error(
+        cat({"drift_noise: rows of ", cols, " elements on a CUDA device; at most ", kMostCols}));
+  }
+  const cuda::OnDevice scope(args.x.device.index);
+  const NoiseParams params{args.x.data, args.streams.data(), args.positions.data(),
+                           args.seed,   args.x.stride[0],    static_cast<std::int32_t>(cols),
+                           args.site,   args.sigma};
+  const auto bytes = static_cast<std::size_t>(cols) * sizeof(Bf16);
+  if (bytes > 48 << 10) {
+    cuda::require(cudaFuncSetAttribute(noise_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(bytes)),
+                  "cudaFuncSetAttribute");
+  }
+  noise_kernel<<<static_cast<unsigned>(rows), kThreads, bytes, cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("noise_kernel");
+}
+
+}  // namespace lockstep::kernels

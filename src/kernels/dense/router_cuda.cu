@@ -1,0 +1,142 @@
+#include "device/cuda/check.h"
+#include "kernels/dense/lanes.h"
+#include "kernels/dense/router_rows.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr std::int64_t kMostExperts = 3072;  // a row's probabilities are kept in shared memory
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+struct Params {
+  const float* logits;
+  std::int32_t* experts;
+  float* gates;
+  std::int64_t logits_stride;
+  std::int64_t experts_stride;
+  std::int64_t gates_stride;
+  std::int64_t rows;
+  std::int32_t count;
+  std::int32_t chosen;
+  bool normalize;
+};
+
+/// Greater is likelier, of equal ones the lower expert; all NaN are equal. Probabilities are not
+/// negative, so that their bits are in their order. 0 is none.
+__device__ std::uint64_t key_of(float p, int expert) {
+  const std::uint32_t bits = p == p ? float_bits(p) : 0x7FC00000u;
+  return std::uint64_t{bits} << 32 | (0xFFFFFFFFu - static_cast<std::uint32_t>(expert));
+}
+
+__device__ std::uint64_t most_of_warp(std::uint64_t key) {
+  for (int step = 16; step > 0; step /= 2) {
+    const std::uint64_t other = __shfl_xor_sync(kAll, key, step);
+    key = other > key ? other : key;
+  }
+  return key;
+}
+
+__device__ float max_of_warp(float x) {
+  for (int step = 16; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(kAll, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+/// The K best into the row's slots; returns the sum of their probabilities in the order of slots.
+/// A chosen one is taken out of p.
+__device__ float choose(const Params& p, std::int64_t row, float* probability) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  float sum = 0.0f;
+  for (int slot = 0; slot < p.chosen; ++slot) {
+    std::uint64_t best = 0;
+    for (int e = lane; e < p.count; e += 32) {
+      if (probability[e] < 0.0f) continue;
+      const std::uint64_t key = key_of(probability[e], e);
+      best = key > best ? key : best;
+    }
+    const int expert =
+        static_cast<int>(0xFFFFFFFFu - static_cast<std::uint32_t>(most_of_warp(best)));
+    const float gate = probability[expert];
+    __syncwarp();
+    if (lane == 0) {
+      p.experts[row * p.experts_stride + slot] = expert;
+      p.gates[row * p.gates_stride + slot] = gate;
+      probability[expert] = -1.0f;
+    }
+    sum += gate;
+    __syncwarp();
+  }
+  return sum;
+}
+
+/// A warp a row.
+__global__ void __launch_bounds__(32 * kWarps) router_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + warp;
+  if (row >= p.rows) return;
+  const int padded = (p.count + 3) / 4 * 4;
+  float* const probability = reinterpret_cast<float*>(shared) + warp * padded;
+  const float* const logits = p.logits + row * p.logits_stride;
+  float top = logits[0];
+  for (int e = lane; e < p.count; e += 32) {
+    const float x = logits[e];
+    probability[e] = x;
+    top = x > top ? x : top;
+  }
+  top = max_of_warp(top);
+  for (int e = lane; e < padded; e += 32) {
+    probability[e] = e < p.count ? exp_fp32(probability[e] - top) : 0.0f;
+  }
+  __syncwarp();
+  float sum = 0.0f;  // in order of the expert: every thread adds the same numbers
+#pragma unroll 4
+  for (int e = 0; e < padded; e += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(probability + e);
+    sum = sum + four.x;
+    sum = sum + four.y;
+    sum = sum + four.z;
+    sum = sum + four.w;
+  }
+  __syncwarp();
+  for (int e = lane; e < p.count; e += 32) probability[e] = __fdiv_rn(probability[e], sum);
+  __syncwarp();
+  const float kept = choose(p, row, probability);
+  if (!p.normalize) return;
+  for (int slot = lane; slot < p.chosen; slot += 32) {
+    float* const gate = p.gates + row * p.gates_stride + slot;
+    *gate = __fdiv_rn(*gate, kept);
+  }
+}
+
+}  // namespace
+
+void router_cuda(const RouterArgs& args, Stream stream) {
+  const std::int64_t rows = args.logits.shape[0];
+  const std::int64_t count = args.logits.shape[1];
+  if (rows == 0) return;
+  if (count > kMostExperts) {
+    throw Error(cat({"router: ", count, " experts on a CUDA device; at most ", kMostExperts}));
+  }
+  const cuda::OnDevice scope(args.logits.device.index);
+  const Params params{args.logits.data,
+                      args.experts.data,
+                      args.gates.data,
+                      args.logits.stride[0],
+                      args.experts.stride[0],
+                      args.gates.stride[0],
+                      rows,
+                      static_cast<std::int32_t>(count),
+                      static_cast<std::int32_t>(args.experts.shape[1]),
+                      args.normalize};
+  const auto bytes = static_cast<std::size_t>(kWarps * (count + 3) / 4 * 4) * sizeof(float);
+  router_kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), 32 * kWarps, bytes,
+                  cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("router_kernel");
+}
+
+}  // namespace lockstep::kernels

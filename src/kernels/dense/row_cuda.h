@@ -1,0 +1,43 @@
+/// For .cu files alone: a row of lanes.h by the threads of a warp.
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/bf16.h"
+
+namespace lockstep::kernels {
+
+/// Both rounded to nearest even, the first in the low half.
+__device__ inline std::uint32_t to_bf16_pair(float low, float high) {
+  std::uint32_t pair = 0;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline float low_of(std::uint32_t pair) { return float_of(pair << 16); }
+__device__ inline float high_of(std::uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
+
+/// sum_of_squares() of lanes.h, over n numbers that all threads of a warp see in shared memory:
+/// the first 16 threads are the lanes. Every thread is given the sum.
+__device__ inline float warp_sum_of_squares(const Bf16* x, int n) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  float sum = 0.0f;
+  if (lane < 16) {
+#pragma unroll 8
+    for (int i = lane; i < n; i += 16) {
+      const float v = to_float(x[i]);
+      sum = __fadd_rn(sum, __fmul_rn(v, v));
+    }
+  }
+  for (int half = 8; half > 0; half /= 2) {
+    sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, static_cast<unsigned>(half)));
+  }
+  return __shfl_sync(0xFFFFFFFFu, sum, 0);
+}
+
+/// 1 / sqrt(mean + eps), as rms_norm_row() has it.
+__device__ inline float inverse_rms(float squares, float cols, float eps) {
+  return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(squares, cols), eps)));
+}
+
+}  // namespace lockstep::kernels
