@@ -94,6 +94,12 @@ TEST_F(Decompose, APartFollowsItsOwnRecordsOnly) {
   EXPECT_EQ(k.agreement.guide.layers, agreement_.guide.layers);
   const Restricted early = restricted(args, Part::kActivations, LayerSet::range(1, 2));
   EXPECT_EQ(early.agreement.guide.mode, Guidance::kOwnScale);
+  agreement_.guide.kv_layers = LayerSet::range(5, 6);
+  const DecomposeArgs apart{agreement_, qat_, rollout_, {}, checkpoint_, batch_};
+  EXPECT_EQ(restricted(apart, Part::kK, LayerSet::range(3, 5)).agreement.guide.mode,
+            Guidance::kOwnScale);
+  EXPECT_EQ(restricted(apart, Part::kK, all).agreement.guide.kv_layers, LayerSet::range(5, 6));
+  agreement_.guide.kv_layers.reset();
   const Restricted engine = restricted(args, Part::kEngine, all);
   EXPECT_EQ(engine.agreement.contract.id(), contracts::bf16().id());
   EXPECT_TRUE(engine.agreement.guide.replay_experts);

@@ -68,9 +68,11 @@ std::string reason(const Subject& subject, Place place, std::int32_t position,
   if (!arm.guide.sites.has(place.site)) {
     return cat({"guide.sites has no ", site_name(place.site)});
   }
-  if (!arm.guide.layers.has(place.layer)) {
-    return cat(
-        {"guide.layers is \"", subject.recipe.arm.layers, "\", without layer ", place.layer.value});
+  if (!arm.guide.follows(place)) {
+    const bool apart = &arm.guide.layers_of(place.site) != &arm.guide.layers;
+    const ArmSpec& spec = subject.recipe.arm;
+    return cat({apart ? "guide.kv_layers is \"" : "guide.layers is \"",
+                apart ? spec.kv_layers : spec.layers, "\", without layer ", place.layer.value});
   }
   return "";
 }
@@ -91,6 +93,7 @@ Row rows_at(const Subject& subject, Trajectory t, Place place, std::int32_t posi
   full.guide.mode = Guidance::kFullGuided;
   full.guide.sites = SiteSet{place.site};
   full.guide.layers = LayerSet::range(place.layer.value, place.layer.value + 1);
+  full.guide.kv_layers.reset();
   store::Store codes(in_memory(full)), records(in_memory(full)), shown(in_memory(full));
   const auto read = [&](const Agreement& agreement, store::Store& into) {
     rollout::Engine engine(agreement, subject.arm.rollout, Device{}, &into, *comm);

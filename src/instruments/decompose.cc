@@ -102,17 +102,19 @@ Restricted restricted(const DecomposeArgs& args, Part part, const LayerSet& laye
   if (!activations) r.rollout.residual = rollout::Residual::kNone;
 
   Guide& guide = r.agreement.guide;
+  guide.layers = common(guide.layers, contract.layers);
+  if (guide.kv_layers) guide.kv_layers = common(*guide.kv_layers, contract.layers);
   unsigned sites = 0;
   for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
     const bool on = site == Site::kK ? k : site == Site::kV ? v : activations;
-    if (on && guide.sites.has(site)) sites |= SiteSet{site}.bits;
+    if (on && guide.sites.has(site) && guide.layers_of(site) != LayerSet{})
+      sites |= SiteSet{site}.bits;
   }
   guide.sites.bits = static_cast<std::uint8_t>(sites);
-  guide.layers = common(guide.layers, contract.layers);
-  if (guide.sites.bits == 0 || guide.layers == LayerSet{}) {
+  if (guide.sites.bits == 0) {
     guide.mode = Guidance::kOwnScale;
-    guide.sites = {};
     guide.layers = {};
+    guide.kv_layers.reset();
   }
   guide.audit_every = 0;
   if (part == Part::kRouting) guide.replay_experts = false;

@@ -303,6 +303,7 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
              .rollout = rollout,
              .rl = rl,
              .sync = spec.sync};
+  if (!spec.kv_layers.empty()) arm.guide.kv_layers = layer_set(spec.kv_layers, model.num_layers);
   arm.rollout.residual = spec.residual;
   arm.rollout.residual_scope = spec.residual_scope;
   arm.rollout.residual_permille = spec.residual_permille;

@@ -52,6 +52,7 @@ struct ArmSpec {
   Guidance mode = Guidance::kOwnScale;
   SiteSet sites{};
   std::string layers = "all";
+  std::string kv_layers{};  // of K and V; empty: the same
   RoutingReplay routing_replay = RoutingReplay::kR3;
   std::int32_t audit_every = 512;
   std::int32_t max_version_diff = 0;

@@ -94,6 +94,23 @@ void check_sites(const Arm& arm) {
   }
 }
 
+void check_guided_layers(const Arm& arm, Site site) {
+  const LayerSet& layers = arm.guide.layers_of(site);
+  const char* key = &layers == &arm.guide.layers ? "guide.layers" : "guide.kv_layers";
+  if (layers == LayerSet{}) {
+    throw Error(cat({key,
+                     " names no layer, and guide.sites has what lies there; choose some, or "
+                     "leave the sites out"}));
+  }
+  for (std::size_t i = 0; i < layers.bits.size(); ++i) {
+    if ((layers.bits[i] & ~arm.contract.layers.bits[i]) != 0) {
+      throw Error(cat({key,
+                       " has layers that contract.layers leaves in BF16; guide only what is "
+                       "quantized"}));
+    }
+  }
+}
+
 /// Mode, sites and layers go together.
 void check_guide(const Arm& arm) {
   const bool any = arm.guide.sites.bits != 0;
@@ -107,17 +124,8 @@ void check_guide(const Arm& arm) {
         "guide.mode follows records and guide.sites is empty; name sites, or set guide.mode "
         "= \"own_scale\"");
   }
-  if (any && arm.guide.layers == LayerSet{}) {
-    throw Error(
-        "guide.sites is not empty and guide.layers names no layer; choose some, or set "
-        "guide.mode = \"own_scale\" and guide.sites = []");
-  }
-  for (std::size_t i = 0; any && i < arm.guide.layers.bits.size(); ++i) {
-    if ((arm.guide.layers.bits[i] & ~arm.contract.layers.bits[i]) != 0) {
-      throw Error(
-          "guide.layers has layers that contract.layers leaves in BF16; guide only what is "
-          "quantized");
-    }
+  for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
+    if (arm.guide.sites.has(site)) check_guided_layers(arm, site);
   }
   if (arm.guide.sites.has(Site::kW2In) && !arm.guide.replay_experts) {
     throw Error(

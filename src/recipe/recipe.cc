@@ -95,6 +95,7 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"guide.layers", &a.layers,
        "all, none, first_half, latter_half, middle_half, latter_two_thirds, odd, even, "
        "first_85%, last_25%, or 0,2,5-7"},
+      {"guide.kv_layers", &a.kv_layers, "of K and V, in the same words; \"\": guide.layers"},
       {"guide.routing_replay", choice(a.routing_replay, {"none", "r2", "r3"}),
        "experts that an update takes: its own, those of the old policy's pass, or the rollout's"},
       {"guide.audit_every", &a.audit_every, "one token in so many is recorded in full; 0: none", 0,

@@ -38,6 +38,11 @@ TEST(Agreement, BytesPerTokenAreTheFormula) {
   EXPECT_EQ(agreement.bytes_per_token(), 24 * compact);
   EXPECT_EQ(agreement.bytes_per_token(), 13'848);  // the 13.8 KB of a 30B-A3B
 
+  agreement.guide.kv_layers = LayerSet::range(36, 48);
+  EXPECT_EQ(agreement.bytes_per_token(),
+            24 * (2048 / 8 + 2048 / 16 + 1) + 12 * 2 * (512 / 8 + 512 / 16));
+  agreement.guide.kv_layers.reset();
+
   agreement.guide.replay_experts = true;
   EXPECT_EQ(agreement.bytes_per_token(), 24 * compact + 48 * 8);
   agreement.model.num_experts = 512;

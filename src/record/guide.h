@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "contract/site.h"
 #include "numerics/row.h"
@@ -19,13 +20,17 @@ struct Guide {
   Guidance mode = Guidance::kOwnScale;
   SiteSet sites;
   LayerSet layers;
-  bool replay_experts = false;        // R3, in every layer
-  std::int32_t audit_every = 512;     // one token in so many is recorded in full; 0: none
-  std::int32_t max_version_diff = 0;  // records of older weights are not followed
+  std::optional<LayerSet> kv_layers{};  // of K and V, where they are others
+  bool replay_experts = false;          // R3, in every layer
+  std::int32_t audit_every = 512;       // one token in so many is recorded in full; 0: none
+  std::int32_t max_version_diff = 0;    // records of older weights are not followed
   Fallback fallback = Fallback::kUnguided;
 
+  constexpr const LayerSet& layers_of(Site site) const {
+    return kv_layers && (site == Site::kK || site == Site::kV) ? *kv_layers : layers;
+  }
   constexpr bool follows(Place place) const {
-    return sites.has(place.site) && layers.has(place.layer);
+    return sites.has(place.site) && layers_of(place.site).has(place.layer);
   }
 };
 
