@@ -292,7 +292,7 @@ def test_resumed_run_with_another_recipe(tmp_path):
     refused(train(tmp_path, "trainer.lr=0.5"), 1, "trainer.lr", "0.5")
     # Two contracts that differ: the rollout's numbers of one run do not change. R36
     refused(train(tmp_path, "contract.layers=0-4", "guide.layers=3-4"), 1, "contract.layers")
-    refused(train(tmp_path, "guide.kv_layers=none"), 1, "guide.kv_layers")
+    refused(train(tmp_path, "guide.kv_layers=none"), 2, "guide.kv_layers names no layer")
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
     recipe = tmp_path / "run/recipe.toml"
     text = recipe.read_text()
