@@ -45,7 +45,7 @@ recipe::Recipe demo_with(const std::string& arm) {
   std::vector<std::string> assignments = kSmall;
   assignments.push_back("arm=" + arm);
   // An arm with a loss of its own weighs tokens by the gap, which the demo's plain form does not.
-  const bool plain = arm_spec(arm).surrogate == rl::Surrogate::kPpo;
+  const bool plain = !arm_spec(arm).surrogate;
   return load_recipe(plain ? "recipes/demo.toml" : "recipes/demo_tis.toml", assignments);
 }
 
