@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
@@ -34,6 +35,10 @@ void require_shape(const TensorView<T, 2>& view, const char* name, std::int64_t 
 
 std::array<std::int64_t, 2> shape_of(const QuantizeArgs& args) {
   return args.x_f32.empty() ? args.x.shape : args.x_f32.shape;
+}
+
+Device device_of(const QuantizeArgs& args) {
+  return args.x_f32.empty() ? args.x.device : args.x_f32.device;
 }
 
 std::int64_t slots_of(const QuantizeArgs& args) {
@@ -65,7 +70,26 @@ void check_records(const QuantizeArgs& args, std::int64_t rows, std::int64_t col
            layout.encoding != Encoding::kLsbScaleMod4Map) ||
               args.rule.is_mx() || args.rule.global_is_power_of_two,
           {"quantize: residues mod 4 need a power-of-two global scale"});
+  require(
+      cols % 8 == 0 || !args.rule.is_wide() || layout.element_bytes() * 8 != layout.width,
+      {"quantize: x has ", cols, " columns, must be a multiple of 8 where a record keeps bits"});
   require_shape(args.records, "records", rows / slots, layout.bytes());
+}
+
+/// One device for all that is there.
+void check_devices(const QuantizeArgs& args) {
+  const Device device = device_of(args);
+  const auto check = [device](const auto& view, const char* name) {
+    require(view.empty() || view.device == device,
+            {"quantize: ", name, " is on another device than x"});
+  };
+  check(args.amax, "amax");
+  check(args.out.codes, "out.codes");
+  check(args.out.scales, "out.scales");
+  check(args.out.global, "out.global");
+  check(args.records, "records");
+  check(args.nonfinite, "nonfinite");
+  check(args.counts, "counts");
 }
 
 /// E4M3 elements: powers of two alone, in blocks or fixed.
@@ -109,8 +133,9 @@ void check(const QuantizeArgs& args) {
        "global scale, as contract lockstep has them; denominator is ",
        rule.denominator});
   require(args.x.empty() || args.x_f32.empty(), {"quantize: x and x_f32 are both given"});
-  require(args.x.device.kind == Device::Kind::kCpu && args.x_f32.device.kind == Device::Kind::kCpu,
-          {"quantize: x is on a CUDA device, this build quantizes on the CPU"});
+  require(args.amax.empty() || args.amax.shape[0] == rows,
+          {"quantize: amax is [", args.amax.shape[0], "], must be [", rows, "]"});
+  check_devices(args);
   if (args.x_f32.empty()) {
     require_shape(args.x, "x", rows, cols);
   } else {
@@ -184,13 +209,7 @@ class Rows {
   }
 
   GlobalNumbers global_of(float amax) const {
-    switch (args_.rule.global) {
-      case GlobalScale::kPerTensor: return whole_;
-      case GlobalScale::kStatic:
-        if (args_.rule.global_is_power_of_two) return global_of_exponent(args_.exponent);
-        return global_of_amax(args_.rule, args_.static_amax);
-      default: return global_of_amax(args_.rule, amax);
-    }
+    return row_global(args_.rule, amax, args_.exponent, args_.static_amax, whole_);
   }
 
   /// The rows of one record, by one thread: their residues share bytes.
@@ -274,28 +293,8 @@ class Rows {
 template <typename T>
 thread_local std::vector<std::uint16_t> Rows<T>::amaxes_;
 
-[[noreturn]] void throw_nonfinite(const std::vector<Bf16>& weight, std::int64_t cols) {
-  const auto bad =
-      std::find_if_not(weight.begin(), weight.end(), [](Bf16 x) { return is_finite(x); });
-  const std::int64_t at = bad - weight.begin();
-  throw Error(cat({"quantize: the weight at row ", at / cols, ", column ", at % cols,
-                   " is not a finite BF16 number; it must be before it can have codes"}));
-}
-
-}  // namespace
-
-void quantize(const QuantizeArgs& args, Stream) {
-  check(args);
-  if (args.rule.block_rows > 1) return quantize_blocks(args);
-  if (args.x_f32.empty()) {
-    Rows<Bf16>(args, args.x).run();
-  } else {
-    Rows<float>(args, args.x_f32).run();
-  }
-}
-
-void quantize_weight(TensorView<const float, 2> master, const Quantizer& rule,
-                     const PackedView<std::uint8_t>& out) {
+void quantize_weight_cpu(TensorView<const float, 2> master, const Quantizer& rule,
+                         const PackedView<std::uint8_t>& out) {
   const auto [rows, cols] = master.shape;
   std::vector<Bf16> rounded(static_cast<std::size_t>(rows * cols));
   std::atomic<bool> finite = true;
@@ -308,8 +307,40 @@ void quantize_weight(TensorView<const float, 2> master, const Quantizer& rule,
                    if (!is_finite(row_amax(to, cols))) finite = false;
                  }
                });
-  if (!finite) throw_nonfinite(rounded, cols);
+  if (!finite) {
+    const auto bad =
+        std::find_if_not(rounded.begin(), rounded.end(), [](Bf16 x) { return is_finite(x); });
+    throw_nonfinite_weight(bad - rounded.begin(), cols);
+  }
   quantize({.x = {rounded.data(), {rows, cols}, {cols, 1}, {}}, .rule = rule, .out = out});
+}
+
+}  // namespace
+
+void throw_nonfinite_weight(std::int64_t at, std::int64_t cols) {
+  throw Error(cat({"quantize: the weight at row ", at / cols, ", column ", at % cols,
+                   " is not a finite BF16 number; it must be before it can have codes"}));
+}
+
+void quantize(const QuantizeArgs& args, Stream stream) {
+  check(args);
+  if (device_of(args).kind == Device::Kind::kCuda) {
+    if constexpr (build::has_cuda) return quantize_cuda(args, stream);
+    throw Error("quantize: x is on a CUDA device, this build has no CUDA backend");
+  }
+  if (args.rule.block_rows > 1) return quantize_blocks(args);
+  if (args.x_f32.empty()) {
+    Rows<Bf16>(args, args.x).run();
+  } else {
+    Rows<float>(args, args.x_f32).run();
+  }
+}
+
+void quantize_weight(TensorView<const float, 2> master, const Quantizer& rule,
+                     const PackedView<std::uint8_t>& out, Stream stream) {
+  if (master.device.kind == Device::Kind::kCpu) return quantize_weight_cpu(master, rule, out);
+  if constexpr (build::has_cuda) return quantize_weight_cuda(master, rule, out, stream);
+  throw Error("quantize: the weight is on a CUDA device, this build has no CUDA backend");
 }
 
 }  // namespace lockstep::kernels

@@ -1,15 +1,12 @@
-/// What stands behind quantize(): one row, on a CPU. Inside kernels/exact/ only.
+/// What stands behind quantize(): one row on a CPU, all of it on a CUDA device. Inside
+/// kernels/exact/ only.
 #pragma once
 
-#include <array>
 #include <cstdint>
 
-#include "kernels/exact/quantize.h"
-#include "numerics/scale.h"
+#include "kernels/exact/quantize_block.h"
 
 namespace lockstep::kernels {
-
-using QuantizeCounts = std::array<std::int64_t, kNumQuantizeCounts>;
 
 template <typename T>
 struct EncodeRow {
@@ -24,11 +21,6 @@ struct EncodeRow {
 template <typename T>
 float row_amax(const T* x, std::int64_t cols);
 
-/// The scale byte of a block of finite elements: scale_byte(), or the better of two under four over
-/// six.
-template <typename T>
-std::uint8_t block_byte(const T* x, float amax, const Quantizer& rule, const GlobalNumbers& global);
-
 /// Codes of E4M3 under a scale that is a power of two, or 0: then they are 0.
 template <typename T>
 void encode_e4m3(const T* x, std::int64_t count, float scale, std::uint8_t* codes);
@@ -40,6 +32,14 @@ void encode_row(const EncodeRow<T>& row, const Quantizer& rule, QuantizeCounts& 
 /// quantize() of blocks that span rows: E4M3 elements under E8M0 scales. A row that is not finite
 /// has codes 0 and no part in its blocks' scales.
 void quantize_blocks(const QuantizeArgs& args);
+
+/// quantize() of views on a CUDA device, checked.
+void quantize_cuda(const QuantizeArgs& args, Stream stream);
+void quantize_weight_cuda(TensorView<const float, 2> master, const Quantizer& rule,
+                          const PackedView<std::uint8_t>& out, Stream stream);
+
+/// `at` counts elements, row by row.
+[[noreturn]] void throw_nonfinite_weight(std::int64_t at, std::int64_t cols);
 
 /// The same bytes and counts by AVX-512 or AVX2, for BF16 rows under the rules of `lockstep` and of
 /// MXFP4. kNone where the rule is another: the definition is all there is.
