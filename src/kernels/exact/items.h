@@ -19,7 +19,11 @@ struct Items {
 
 std::int64_t count_items(const Items& items, std::int64_t rows);
 
-/// Throws Error in the name of `op` unless every index lies in its range.
+/// Throws Error in the name of `op` unless the indices have the shapes they must have.
+void check_item_shapes(const char* op, const Items& items, std::int64_t count, std::int32_t experts,
+                       std::int64_t rows_in, std::int64_t rows_out);
+
+/// The same, and unless every index lies in its range; indices on the host.
 void check_items(const char* op, const Items& items, std::int64_t count, std::int32_t experts,
                  std::int64_t rows_in, std::int64_t rows_out);
 

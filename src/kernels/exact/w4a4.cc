@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
@@ -60,6 +61,8 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
                 const PackedView<const std::uint8_t>& rows) {
   check_packed("w4a4_fill", "rows", rows);
   const std::int64_t count = rows.codes.shape[0];
+  require(rows.codes.device == weights.device,
+          {"w4a4_fill: rows and weights must be on one device"});
   require(rows.codes.shape[1] * 2 == weights.cols,
           {"w4a4_fill: rows have ", rows.codes.shape[1] * 2, " columns, the weights have ",
            weights.cols});
@@ -67,6 +70,7 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
       expert >= 0 && expert < weights.experts && first_row >= 0 && first_row + count <= weights.out,
       {"w4a4_fill: expert ", expert, ", rows ", first_row, " to ", first_row + count,
        " do not lie in ", weights.experts, " experts of ", weights.out, " rows"});
+  if (weights.device.kind == Device::Kind::kCuda) return;
   for (std::int64_t r = 0; r < count; ++r) {
     if (!(is_power_of_two(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0)))
       fail({"w4a4_fill: the global scale of row ", r,
@@ -114,10 +118,16 @@ std::int32_t weight_exponent(const W4a4Weights& weights, std::int32_t expert) {
 }  // namespace
 
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-               const PackedView<const std::uint8_t>& rows) {
+               const PackedView<const std::uint8_t>& rows, Stream stream) {
   check_fill(weights, expert, first_row, rows);
   const std::int64_t count = rows.codes.shape[0];
   if (count == 0) return;
+  if (weights.device.kind == Device::Kind::kCuda) {
+    if constexpr (build::has_cuda) {
+      return w4a4_fill_cuda(weights, expert, first_row, rows, stream);
+    }
+    fail({"w4a4_fill: the weights are on a CUDA device, and this build has no CUDA backend"});
+  }
   std::byte* base = weights.expert(expert);
   const std::int32_t n = exponent_of(global_of(rows, 0));
   std::memcpy(base + kExponentAt, &n, sizeof n);
@@ -148,13 +158,14 @@ Items items_of(const W4a4Args& args) { return {args.offsets, args.from, args.to}
 
 bool has_residual(const W4a4Args& args) { return !args.residual.codes.empty(); }
 
-void check(const W4a4Args& args, std::int64_t items) {
-  require(args.a.codes.device.kind == Device::Kind::kCpu, {"w4a4: a must be on the CPU"});
+void check_shapes(const W4a4Args& args, std::int64_t items) {
   check_packed("w4a4", "a", args.a);
   require(args.a.codes.shape[1] * 2 == args.w.cols,
           {"w4a4: a has ", args.a.codes.shape[1] * 2, " columns, the weights have ", args.w.cols});
   require(args.w.experts > 0 && args.w.out > 0 && args.w.data != nullptr,
           {"w4a4: the weights are empty"});
+  require(args.a.codes.device == args.w.device && args.out.device == args.w.device,
+          {"w4a4: a, w and out must be on one device"});
   if (args.residual_halvings < 0 || args.residual_halvings > 2) {
     fail({"w4a4: residual_halvings is ", args.residual_halvings, ", must be 0, 1 or 2"});
   }
@@ -164,12 +175,19 @@ void check(const W4a4Args& args, std::int64_t items) {
       fail({"w4a4: residual has ", args.residual.codes.shape[0], " rows of ",
             args.residual.codes.shape[1] * 2, ", must have the shape of a"});
   }
+  require(args.out.shape[1] == args.w.out && (args.out.stride[1] == 1 || args.w.out == 1),
+          {"w4a4: out has ", args.out.shape[1], " columns, must be contiguous and ", args.w.out});
+  check_item_shapes("w4a4", items_of(args), items, args.w.experts, args.a.codes.shape[0],
+                    args.out.shape[0]);
+}
+
+void check(const W4a4Args& args, std::int64_t items) {
+  check_shapes(args, items);
+  require(args.w.device.kind == Device::Kind::kCpu, {"w4a4: a must be on the CPU"});
   for (std::int64_t r = 0; r < args.a.codes.shape[0]; ++r) {
     if (!(is_power_of_two(global_of(args.a, r))))
       fail({"w4a4: the global scale of row ", r, " of a is not a power of two"});
   }
-  require(args.out.shape[1] == args.w.out && (args.out.stride[1] == 1 || args.w.out == 1),
-          {"w4a4: out has ", args.out.shape[1], " columns, must be contiguous and ", args.w.out});
   check_items("w4a4", items_of(args), items, args.w.experts, args.a.codes.shape[0],
               args.out.shape[0]);
 }
@@ -290,6 +308,15 @@ void w4a4_on(const W4a4Args& args, Isa isa) {
   });
 }
 
-void w4a4(const W4a4Args& args, Stream) { w4a4_on(args, best_isa()); }
+void w4a4(const W4a4Args& args, Stream stream) {
+  if (args.w.device.kind == Device::Kind::kCpu) return w4a4_on(args, best_isa());
+  if constexpr (build::has_cuda) {
+    const std::int64_t items = count_items(items_of(args), args.a.codes.shape[0]);
+    check_shapes(args, items);
+    if (items > 0) w4a4_cuda(args, items, stream);
+    return;
+  }
+  fail({"w4a4: the weights are on a CUDA device, and this build has no CUDA backend"});
+}
 
 }  // namespace lockstep::kernels

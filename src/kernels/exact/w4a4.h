@@ -14,16 +14,18 @@ namespace lockstep::kernels {
 /// A view; whoever owns the bytes keeps their address over refits.
 ///
 /// An expert is a header of 64 bytes, then a tile for every 16 outputs, padded with zeros: for each
-/// block of 16 columns 128 bytes of codes, then 16 scale bytes a block. docs/formats/w4a4.md.
+/// block of 16 columns 128 bytes of codes and 16 scale bytes, in the order that the device's
+/// product reads. docs/formats/w4a4.md.
 struct W4a4Weights {
   std::byte* data = nullptr;  // 64-byte aligned, experts * expert_bytes(out, cols)
   std::int32_t experts = 0;
   std::int32_t out = 0;
   std::int32_t cols = 0;
+  Device device{};
 
   static constexpr std::int64_t kHeaderBytes = 64;
   static constexpr std::int64_t tile_bytes(std::int32_t cols) {
-    return (std::int64_t{cols} / 16 * 144 + 63) / 64 * 64;
+    return (std::int64_t{cols} + 63) / 64 * 576;
   }
   static constexpr std::int64_t expert_bytes(std::int32_t out, std::int32_t cols) {
     return kHeaderBytes + (std::int64_t{out} + 15) / 16 * tile_bytes(cols);
@@ -39,9 +41,10 @@ struct W4a4Weights {
 /// product that reads the same expert.
 ///
 /// Throws Error if cols is not a multiple of 16, a scale byte is above 0x7E, or the global scale is
-/// not one power of two for all rows: nothing is written then.
+/// not one power of two for all rows: nothing is written then. On a CUDA device the numbers are not
+/// looked at: quantize() wrote them.
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-               const PackedView<const std::uint8_t>& rows);
+               const PackedView<const std::uint8_t>& rows, Stream stream = {});
 
 struct W4a4Args {
   // Codes [rows, cols / 2], scales [rows, cols / 16], global 2^n [rows]; from quantize().
@@ -67,10 +70,11 @@ struct W4a4Args {
 ///   ldexpf(RNE_f32(2^(2 + h) * acc_a - acc_residual), n_a + n_w - 22 - h).
 /// It rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives +0.
 ///
-/// On a CPU; every backend returns the same bytes. Throws Error naming the argument.
+/// Every backend returns the same bytes. On a CUDA device offsets, from and to lie there, and what
+/// stands in them is not looked at. Throws Error naming the argument.
 void w4a4(const W4a4Args& args, Stream stream = {});
 
-/// The same by named instructions, for tests and benchmarks.
+/// The same on a CPU by named instructions, for tests and benchmarks.
 void w4a4_on(const W4a4Args& args, Isa isa);
 
 }  // namespace lockstep::kernels

@@ -1,11 +1,9 @@
 /// The definition of the W4A4 product, tile by tile.
-#include <algorithm>
 #include <array>
 
 #include "kernels/exact/w4a4_tile.h"
 #include "numerics/e2m1.h"
 #include "numerics/e4m3.h"
-#include "numerics/exponent.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -70,13 +68,6 @@ void multiply_tile(const Tile& tile, std::int32_t parts) {
 }
 
 }  // namespace
-
-PowerPair power_pair(std::int32_t k) {
-  const std::int32_t first = std::clamp(k, -126, 127);
-  const std::int32_t second = k - first;
-  if (second >= -126) return {power_of_two(first), power_of_two(second)};
-  return {power_of_two(first), float_of(0x00800000u >> (-126 - second))};
-}
 
 TileBackend w4a4_portable() { return {unpack_row, multiply_tile}; }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "kernels/exact/isa.h"
+#include "kernels/exact/w4a4.h"
+#include "numerics/exponent.h"
 
 namespace lockstep::kernels {
 
@@ -58,6 +60,16 @@ struct PowerPair {
   float first = 1.0f;
   float second = 1.0f;
 };
-PowerPair power_pair(std::int32_t k);
+constexpr PowerPair power_pair(std::int32_t k) {
+  const std::int32_t first = k < -126 ? -126 : k > 127 ? 127 : k;
+  const std::int32_t second = k - first;
+  if (second >= -126) return {power_of_two(first), power_of_two(second)};
+  return {power_of_two(first), float_of(0x00800000u >> (-126 - second))};
+}
+
+/// The backend for a CUDA device: the arguments have been checked, `items` is not 0.
+void w4a4_cuda(const W4a4Args& args, std::int64_t items, Stream stream);
+void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
+                    const PackedView<const std::uint8_t>& rows, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -1,0 +1,91 @@
+/// For .cu files alone: the pieces of the exact product that its kernels share.
+///
+/// Codes are multiplied by integer tensor cores, one block of 16 columns at a time, so that each
+/// block's dot is an exact int32; times the weight's scale it still fits int32, times the
+/// activation's scale it is added to an int64. Nothing is rounded before the end, so that splits of
+/// K over threads, warps and blocks of threads are free to be whatever is fast.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/exact/w4a4_tile.h"
+#include "numerics/e4m3.h"
+#include "numerics/exponent.h"
+
+namespace lockstep::kernels::w4a4_device {
+
+inline constexpr int kChunk = 64;  // columns whose weights a warp takes at once
+inline constexpr int kBlocksInChunk = 4;
+inline constexpr int kChunkCodeBytes = 512;                   // of 16 outputs
+inline constexpr int kChunkBytes = 576;                       // with 64 scales
+inline constexpr std::uint32_t kLowMagnitudes = 0x03020100u;  // in half units
+inline constexpr std::uint32_t kHighMagnitudes = 0x0C080604u;
+
+/// The low four codes of `codes` as bytes: magnitude where the code is positive, else 0. Where the
+/// selector's bit 3 is set, PRMT spreads the sign of the byte it chose, which is 0.
+__device__ inline std::uint32_t positive_magnitudes(std::uint32_t codes) {
+  std::uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;"
+      : "=r"(bytes)
+      : "r"(kLowMagnitudes), "r"(kHighMagnitudes), "r"(codes));
+  return bytes;
+}
+
+/// Half units + 64 of four codes, unsigned bytes; `flipped` is the codes with their signs flipped.
+__device__ inline std::uint32_t raised_codes(std::uint32_t codes, std::uint32_t flipped) {
+  return positive_magnitudes(codes) + 0x40404040u - positive_magnitudes(flipped);
+}
+
+/// Half units of four codes, signed bytes.
+__device__ inline std::uint32_t signed_codes(std::uint32_t codes) {
+  const std::uint32_t raised =
+      positive_magnitudes(codes) + 0x80808080u - positive_magnitudes(codes ^ 0x8888u);
+  return raised ^ 0x80808080u;
+}
+
+/// d += a b: 16 outputs by 8 columns over 16 codes. a: bytes 4 t .. 4 t + 3 of outputs g and g + 8
+/// (lane = 4 g + t), unsigned; b: the same bytes of column g, signed; d: columns 2 t, 2 t + 1 of
+/// outputs g and g + 8.
+__device__ inline void multiply_block(std::int32_t (&d)[4], std::uint32_t a0, std::uint32_t a1,
+                                      std::uint32_t b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
+/// s8 * 2^9 by the bits: 2^k (1 + m/8) for e > 0, and m where the scale is subnormal.
+__device__ inline std::int32_t scale_units(std::uint32_t byte) {
+  // As a float's exponent and mantissa the byte means s8 * 2^-120, subnormals included.
+  return static_cast<std::int32_t>(__uint_as_float(byte << 20) * 0x1p120f * 0x1p9f);
+}
+
+/// acc as the product's FP32.
+__device__ inline float scaled_sum(std::int64_t acc, std::int32_t exponent) {
+  const PowerPair power = power_pair(exponent);
+  return __ll2float_rn(acc) * power.first * power.second;
+}
+
+__device__ inline void copy_async_16(void* shared, const void* global) {
+  const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+__device__ inline void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ inline void wait_async() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/// Adds over the four lanes of a quad; lane t keeps the sum of value[t].
+__device__ inline std::int64_t sum_over_quad(const std::int64_t (&value)[4], int t) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  const bool odd = (t & 1) != 0;
+  const bool high = (t & 2) != 0;
+  const std::int64_t first =
+      (odd ? value[1] : value[0]) + __shfl_xor_sync(kAll, odd ? value[0] : value[1], 1);
+  const std::int64_t second =
+      (odd ? value[3] : value[2]) + __shfl_xor_sync(kAll, odd ? value[2] : value[3], 1);
+  return (high ? second : first) + __shfl_xor_sync(kAll, high ? first : second, 2);
+}
+
+}  // namespace lockstep::kernels::w4a4_device

@@ -1,0 +1,128 @@
+/// The exact product on a CUDA device, at the shapes of Qwen3-30B-A3B.
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/philox.h"
+#include "base/text.h"
+#include "device/cuda/bench.h"
+#include "kernels/exact/w4a4.h"
+#include "numerics/exponent.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int32_t kHidden = 2048;
+constexpr std::int32_t kWidth = 768;
+constexpr std::int32_t kExperts = 128;
+constexpr std::int32_t kSlots = 8;
+
+/// Each token's experts, drawn alike and without repetition; items in the order of the experts.
+struct Routes {
+  Routes(std::int64_t tokens, std::uint32_t seed) {
+    std::vector<std::vector<std::int32_t>> of(kExperts);
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      std::set<std::uint32_t> chosen;
+      for (std::uint32_t i = 0; chosen.size() < kSlots; ++i) {
+        chosen.insert(philox(seed, philox_counter(static_cast<std::uint64_t>(token), i, 0))[0] %
+                      kExperts);
+      }
+      std::int32_t slot = 0;
+      for (const std::uint32_t e : chosen) {
+        of[e].push_back(static_cast<std::int32_t>(token) * kSlots + slot++);
+      }
+    }
+    offsets.push_back(0);
+    for (const auto& items : of) {
+      active += !items.empty();
+      for (const std::int32_t item : items) {
+        slot_of.push_back(item);
+        row_of.push_back(item / kSlots);
+      }
+      offsets.push_back(static_cast<std::int32_t>(slot_of.size()));
+    }
+  }
+  int active = 0;
+  std::vector<std::int32_t> offsets, slot_of, row_of;
+};
+
+TensorView<const std::int32_t, 1> view_of(const Buffer& b) {
+  return {b.as<const std::int32_t>(), {b.bytes() / 4}, {1}, b.device()};
+}
+
+struct Input {
+  Input(const cuda::Bench& bench, std::int64_t rows, std::int32_t cols, std::uint64_t seed)
+      : codes(bench.random_bytes(rows * cols / 2, seed)),
+        scales(bench.random_bytes(rows * cols / 16, seed + 1, 0x7E)),
+        global(to_device(std::vector<float>(static_cast<std::size_t>(rows), 1.0f), bench.device())),
+        view{{codes.as<const std::uint8_t>(), {rows, cols / 2}, {cols / 2, 1}, bench.device()},
+             {scales.as<const std::uint8_t>(), {rows, cols / 16}, {cols / 16, 1}, bench.device()},
+             {global.as<const float>(), {rows}, {1}, bench.device()}} {}
+  Buffer codes, scales, global;
+  PackedView<const std::uint8_t> view;
+};
+
+/// Sets of experts whose bytes pass between two uses of one.
+struct Weights {
+  Weights(const cuda::Bench& bench, std::int32_t out, std::int32_t cols, int sets,
+          std::uint64_t seed)
+      : step(kExperts * W4a4Weights::expert_bytes(out, cols)),
+        bytes(bench.random_bytes(step * sets, seed, 0x7E)) {
+    for (int i = 0; i < sets * kExperts; ++i) {  // exponents that the sums can bear
+      fill_bytes(bytes.as<std::byte>() + i * W4a4Weights::expert_bytes(out, cols), bench.device(),
+                 0, W4a4Weights::kHeaderBytes);
+    }
+    for (int i = 0; i < sets; ++i) {
+      view.push_back({bytes.as<std::byte>() + i * step, kExperts, out, cols, bench.device()});
+    }
+  }
+  std::int64_t step;
+  Buffer bytes;
+  std::vector<W4a4Weights> view;
+};
+
+void product(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_t cols,
+             std::int64_t tokens, bool slots) {
+  const Routes routes(tokens, 11);
+  const double bytes = static_cast<double>(routes.active) * out * cols * 0.5625;
+  const int sets = cuda::Bench::sets_of(bytes);
+  const Weights weights(bench, out, cols, sets, 5);
+  const std::int64_t items = tokens * kSlots;
+  const Input input(bench, slots ? items : tokens, cols, 7);
+  const Buffer offsets = to_device(routes.offsets, bench.device());
+  const Buffer slot_of = to_device(routes.slot_of, bench.device());
+  const Buffer row_of = to_device(routes.row_of, bench.device());
+  const Buffer y(bench.device(), items * out * 4);
+  cuda::BenchCase one;
+  one.name = name;
+  one.size = cat({"B ", tokens, ", ", routes.active, " experts"});
+  one.bytes = bytes;
+  one.flop = 2.0 * static_cast<double>(items) * out * cols;
+  one.floor = cuda::Floor::kRead;
+  one.sets = sets;
+  one.launch = [&](int set, Stream stream) {
+    w4a4({.a = input.view,
+          .w = weights.view[static_cast<std::size_t>(set)],
+          .offsets = view_of(offsets),
+          .from = view_of(slots ? slot_of : row_of),
+          .to = view_of(slot_of),
+          .out = {y.as<float>(), {items, out}, {out, 1}, bench.device()}},
+         stream);
+  };
+  bench.run(one);
+}
+
+void products(cuda::Bench& bench) {
+  for (const std::int64_t tokens : {1, 4, 8, 16, 32, 64, 128}) {
+    product(bench, "w4a4 w13", 2 * kWidth, kHidden, tokens, false);
+    product(bench, "w4a4 w2", kHidden, kWidth, tokens, true);
+  }
+  product(bench, "w4a4 w13", 2 * kWidth, kHidden, 8192, false);
+  product(bench, "w4a4 w2", kHidden, kWidth, 8192, true);
+}
+
+const cuda::BenchEntry entry("w4a4", products);
+
+}  // namespace
+}  // namespace lockstep::kernels
