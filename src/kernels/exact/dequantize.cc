@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/exact/dequantize_rows.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
@@ -102,7 +104,7 @@ class Rows {
 
 }  // namespace
 
-void dequantize(const DequantizeArgs& args, Stream) {
+void dequantize(const DequantizeArgs& args, Stream stream) {
   const std::int64_t rows = args.codes.codes.shape[0];
   const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
   const auto fits = [&](const auto& view) {
@@ -119,6 +121,18 @@ void dequantize(const DequantizeArgs& args, Stream) {
     throw Error(cat({"dequantize: scales are [", args.codes.scales.shape[0], ", ",
                      args.codes.scales.shape[1], "], must be [", rule.scale_rows(rows), ", ",
                      rule.scale_cols(cols), "]"}));
+  }
+  const Device device = args.codes.codes.device;
+  const auto elsewhere = [device](const auto& view) {
+    return !view.empty() && view.device != device;
+  };
+  if ((scaled && elsewhere(args.codes.scales)) || elsewhere(args.codes.global) ||
+      elsewhere(args.bf16) || elsewhere(args.f32)) {
+    throw Error("dequantize: codes, scales, global scale and outputs must be on one device");
+  }
+  if (device.kind == Device::Kind::kCuda) {
+    if constexpr (build::has_cuda) return dequantize_cuda(args, stream);
+    throw Error("dequantize: the codes are on a CUDA device, this build has no CUDA backend");
   }
   const Rows work(args);
   parallel_for(rows, kGrainElements / std::max<std::int64_t>(cols, 1),

@@ -329,11 +329,6 @@ void check_kernel(const QuantizeParams& p) {
 
 }  // namespace
 
-void quantize_general(const QuantizeParams& p, bool f32, Device device, Stream stream) {
-  if (f32) return launch<float>(p, device, cuda::stream_of(stream));
-  launch<Bf16>(p, device, cuda::stream_of(stream));
-}
-
 void quantize_cuda(const QuantizeArgs& args, Stream stream) {
   const bool f32 = !args.x_f32.empty();
   const Device device = f32 ? args.x_f32.device : args.x.device;
@@ -348,7 +343,11 @@ void quantize_cuda(const QuantizeArgs& args, Stream stream) {
   }
   if (p.rows > 0) {
     if (whole) f32 ? launch_amax<float>(p, device, order) : launch_amax<Bf16>(p, device, order);
-    quantize_general(p, f32, device, stream);
+    if (f32) {
+      launch<float>(p, device, order);
+    } else if (p.rule.block_rows > 1 || !quantize_lanes(p, stream)) {
+      launch<Bf16>(p, device, order);
+    }
   }
   if (!known || p.globals == 0 || p.global == nullptr) return;
   quantize_global_kernel<<<1, kThreads, 0, order>>>(p);

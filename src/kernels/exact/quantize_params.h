@@ -33,7 +33,8 @@ struct QuantizeParams {
   std::int64_t counts_stride = 0;
 };
 
-/// The kernels that know every rule, and their speed is that of a reference. `f32`: of x.
-void quantize_general(const QuantizeParams& params, bool f32, Device device, Stream stream);
+/// BF16 rows under the rules of `lockstep` and MXFP4, at the speed of memory. False, and nothing
+/// done, where rule, layout, alignment or the length of a row is another.
+bool quantize_lanes(const QuantizeParams& params, Stream stream);
 
 }  // namespace lockstep::kernels

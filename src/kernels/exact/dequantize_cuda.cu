@@ -1,0 +1,178 @@
+/// dequantize() on a CUDA device: eight elements a thread where they lie well, else one.
+#include <algorithm>
+
+#include "device/cuda/check.h"
+#include "kernels/exact/dequantize_rows.h"
+#include "kernels/exact/sixteen_cuda.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr unsigned int kThreads = 256;
+
+struct Params {
+  Quantizer rule;
+  const std::uint8_t* codes = nullptr;
+  std::int64_t codes_stride = 0;
+  const std::uint8_t* scales = nullptr;
+  std::int64_t scales_stride = 0;
+  const float* global = nullptr;
+  std::int64_t global_stride = 0;
+  float whole = 1.0f;  // where there is no view
+  Bf16* bf16 = nullptr;
+  std::int64_t bf16_stride = 0;
+  float* f32 = nullptr;
+  std::int64_t f32_stride = 0;
+  std::uint32_t rows = 0;
+  std::uint32_t cols = 0;
+};
+
+/// What the codes of a block are multiplied by; NaN where no quantizer wrote its scale.
+__device__ inline float factor_of(const Params& p, std::uint32_t row, std::uint32_t block) {
+  const float whole = p.global == nullptr ? p.whole : p.global[row * p.global_stride];
+  if (p.rule.scale == ScaleFormat::kNone) return decode_factor(p.rule, 0, whole);
+  const std::uint32_t band =
+      p.rule.block_rows == 1 ? row : row / static_cast<std::uint32_t>(p.rule.block_rows);
+  const std::uint8_t byte = p.scales[band * p.scales_stride + block];
+  if (byte > (p.rule.is_mx() ? 0xFE : kE4m3Max)) return float_of(0x7FC00000u);
+  return decode_factor(p.rule, byte, whole);
+}
+
+/// The four pairs of eight codes as FP16, the even element low.
+///
+/// FP16 has its smallest normal number, 2^-14, where E2M1 has 1: as FP16's upper bits the codes are
+/// their values times 2^-14, and the product with 2^14 is exact.
+__device__ inline std::uint32_t half_pair(std::uint32_t even, std::uint32_t odd,
+                                          std::uint32_t select) {
+  const std::uint32_t codes = __byte_perm(even, odd, select);  // at bits 8 to 11 of each half
+  const std::uint32_t bits = (codes << 1 & 0x0E000E00u) | (codes << 4 & 0x80008000u);
+  std::uint32_t values;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(bits), "r"(0x74007400u));
+  return values;
+}
+
+__device__ inline float2 unpack_half(std::uint32_t pair) {
+  float2 values;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
+
+__device__ inline std::uint32_t bf16_pair(float2 values) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.y), "f"(values.x));
+  return pair;
+}
+
+/// Threads: x along the row, y over rows. E2M1 alone.
+template <bool kBf16, bool kF32>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Params p) {
+  const std::uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
+  const std::uint32_t eight = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= p.rows || eight * 8 >= p.cols) return;
+  const std::uint32_t word =
+      *reinterpret_cast<const std::uint32_t*>(p.codes + row * p.codes_stride + eight * 4);
+  const std::uint32_t block =
+      p.rule.block == 16 ? eight / 2 : eight * 8 / static_cast<std::uint32_t>(p.rule.block);
+  const float factor = factor_of(p, row, block);
+  const std::uint32_t even = word & 0x0F0F0F0Fu;
+  const std::uint32_t odd = word >> 4 & 0x0F0F0F0Fu;
+  const std::uint32_t selects[4] = {0x4000, 0x5010, 0x6020, 0x7030};  // bytes 1 and 3 count
+  float2 values[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[i] = unpack_half(half_pair(even, odd, selects[i]));
+    values[i].x *= factor;
+    values[i].y *= factor;
+  }
+  if constexpr (kBf16) {
+    *reinterpret_cast<uint4*>(p.bf16 + row * p.bf16_stride + eight * 8) = {
+        bf16_pair(values[0]), bf16_pair(values[1]), bf16_pair(values[2]), bf16_pair(values[3])};
+  }
+  if constexpr (kF32) {
+    auto* to = reinterpret_cast<float4*>(p.f32 + row * p.f32_stride + eight * 8);
+    to[0] = {values[0].x, values[0].y, values[1].x, values[1].y};
+    to[1] = {values[2].x, values[2].y, values[3].x, values[3].y};
+  }
+}
+
+/// An element a thread, of any format.
+__global__ void __launch_bounds__(kThreads)
+    dequantize_general_kernel(const __grid_constant__ Params p) {
+  const std::uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
+  const std::uint32_t col = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= p.rows || col >= p.cols) return;
+  const float factor = factor_of(p, row, col / static_cast<std::uint32_t>(p.rule.block));
+  const std::uint8_t* codes = p.codes + row * p.codes_stride;
+  const float value = p.rule.is_wide() ? to_float(static_cast<E4m3>(codes[col]))
+                                       : to_float(static_cast<E2m1>(static_cast<std::uint8_t>(
+                                             codes[col / 2] >> (col % 2 * 4) & 15)));
+  if (p.bf16 != nullptr) p.bf16[row * p.bf16_stride + col] = to_bf16(value * factor);
+  if (p.f32 != nullptr) p.f32[row * p.f32_stride + col] = value * factor;
+}
+
+template <typename T>
+bool aligned(const T* data, std::int64_t stride, std::int64_t to) {
+  return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(to) == 0 &&
+         stride * static_cast<std::int64_t>(sizeof(T)) % to == 0;
+}
+
+/// A block of threads as wide as a row of `wide` pieces, and the grid of them.
+struct Launch {
+  dim3 grid, threads;
+};
+
+Launch launch_for(std::uint32_t rows, std::uint32_t wide) {
+  unsigned int x = 1;
+  while (x < wide && x < kThreads) x *= 2;
+  const unsigned int y = kThreads / x;
+  return {{(rows + y - 1) / y, (wide + x - 1) / x}, {x, y}};
+}
+
+Params params_of(const DequantizeArgs& args) {
+  const auto& codes = args.codes;
+  Params p;
+  p.rule = args.rule;
+  p.codes = codes.codes.data;
+  p.codes_stride = codes.codes.stride[0];
+  p.scales = codes.scales.data;
+  p.scales_stride = codes.scales.stride[0];
+  p.global = codes.global.data;
+  p.global_stride = codes.global.shape[0] == 1 ? 0 : codes.global.stride[0];
+  p.whole = power_of_two(args.exponent);
+  p.bf16 = args.bf16.data;
+  p.bf16_stride = args.bf16.stride[0];
+  p.f32 = args.f32.data;
+  p.f32_stride = args.f32.stride[0];
+  p.rows = static_cast<std::uint32_t>(codes.codes.shape[0]);
+  p.cols = static_cast<std::uint32_t>(args.rule.columns(codes.codes.shape[1]));
+  return p;
+}
+
+}  // namespace
+
+void dequantize_cuda(const DequantizeArgs& args, Stream stream) {
+  const cuda::OnDevice scope(args.codes.codes.device.index);
+  const Params p = params_of(args);
+  if (p.rows == 0 || p.cols == 0 || (p.bf16 == nullptr && p.f32 == nullptr)) return;
+  const cudaStream_t order = cuda::stream_of(stream);
+  if (p.rule.is_wide() || !aligned(p.codes, p.codes_stride, 4) ||
+      !aligned(p.bf16, p.bf16_stride, 16) || !aligned(p.f32, p.f32_stride, 16)) {
+    const Launch launch = launch_for(p.rows, p.cols);
+    dequantize_general_kernel<<<launch.grid, launch.threads, 0, order>>>(p);
+    return cuda::require_launch("dequantize_general_kernel");
+  }
+  const Launch launch = launch_for(p.rows, p.cols / 8);
+  if (p.f32 == nullptr) {
+    dequantize_kernel<true, false><<<launch.grid, launch.threads, 0, order>>>(p);
+  } else if (p.bf16 == nullptr) {
+    dequantize_kernel<false, true><<<launch.grid, launch.threads, 0, order>>>(p);
+  } else {
+    dequantize_kernel<true, true><<<launch.grid, launch.threads, 0, order>>>(p);
+  }
+  cuda::require_launch("dequantize_kernel");
+}
+
+}  // namespace lockstep::kernels
