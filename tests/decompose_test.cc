@@ -46,7 +46,8 @@ class Decompose : public ::testing::Test {
 // R92: attribution of the gap by weights, activations, cache and routing on a fixed batch.
 TEST_F(Decompose, R92_EachPartAloneAndAllTogether) {
   const auto naive = run();
-  for (const char* part : {"engine", "routing", "weights", "activations", "k", "v", "kv", "all"}) {
+  for (const char* part :
+       {"engine", "routing", "weights", "activations", "experts", "k", "v", "kv", "all"}) {
     ASSERT_TRUE(naive.at(part).there) << part << ": " << naive.at(part).why;
     EXPECT_EQ(naive.at(part).tokens, static_cast<double>(batch_[0].tokens.size() - 1));
   }
@@ -62,6 +63,31 @@ TEST_F(Decompose, R92_EachPartAloneAndAllTogether) {
   EXPECT_LT(w4a16.at("weights").mean, naive.at("weights").mean / 3);
   EXPECT_EQ(w4a16.at("activations").mean, naive.at("activations").mean);
   EXPECT_EQ(w4a16.at("engine").mean, naive.at("engine").mean);
+}
+
+TEST_F(Decompose, TheSecondPassStandsWhereWeightsAndActivationsDo) {
+  qat_ = {.weights = true, .activations = true, .k = true, .v = true, .residual_alpha = 0.5f};
+  qat_.residual_sites = {Site::kW13In};
+  rollout_.residual = rollout::Residual::kDense;
+  rollout_.residual_alpha = 0.5f;
+  const DecomposeArgs args{agreement_, qat_, rollout_, {}, checkpoint_, batch_};
+  const LayerSet all = agreement_.contract.layers;
+  for (const Part part : {Part::kExperts, Part::kAll}) {
+    const Restricted r = restricted(args, part, all);
+    EXPECT_EQ(r.rollout.residual, rollout::Residual::kDense);
+    EXPECT_EQ(r.qat.residual_alpha, 0.5f);
+    EXPECT_TRUE(r.qat.residual_sites.has(Site::kW13In));
+  }
+  for (const Part part : {Part::kWeights, Part::kActivations, Part::kKv, Part::kEngine}) {
+    const Restricted r = restricted(args, part, all);
+    EXPECT_EQ(r.rollout.residual, rollout::Residual::kNone);
+    EXPECT_EQ(r.qat.residual_alpha, 0);
+  }
+  // On both sides it takes from the experts' part of an unguided trainer.
+  const double with = run().at("experts").mean;
+  qat_ = {.weights = true};
+  rollout_.residual = rollout::Residual::kNone;
+  EXPECT_LT(with, run().at("experts").mean);
 }
 
 TEST_F(Decompose, ALayerAtATimeIsLessThanAll) {

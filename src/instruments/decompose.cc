@@ -22,6 +22,7 @@ bool has(const Contract& contract, Part part) {
     case Part::kRouting: return true;
     case Part::kWeights: return quantizes(contract.weight);
     case Part::kActivations: return quantizes(contract.activation);
+    case Part::kExperts: return quantizes(contract.weight) && quantizes(contract.activation);
     case Part::kK: return quantizes(contract.k);
     case Part::kV: return quantizes(contract.v);
     case Part::kKv: return quantizes(contract.k) && quantizes(contract.v);
@@ -82,8 +83,9 @@ Restricted restricted(const DecomposeArgs& args, Part part, const LayerSet& laye
   Restricted r{args.agreement, args.qat, args.rollout};
   if (part == Part::kAll && layers == args.agreement.contract.layers) return r;
   const bool all = part == Part::kAll;
-  const bool weights = all || part == Part::kWeights,
-             activations = all || part == Part::kActivations,
+  const bool experts = all || part == Part::kExperts;
+  const bool weights = experts || part == Part::kWeights,
+             activations = experts || part == Part::kActivations,
              k = all || part == Part::kK || part == Part::kKv,
              v = all || part == Part::kV || part == Part::kKv;
   Contract& contract = r.agreement.contract;
@@ -95,11 +97,16 @@ Restricted restricted(const DecomposeArgs& args, Part part, const LayerSet& laye
   const bool any = weights || activations || k || v;
   contract.layers = any ? layers : LayerSet{};
   if (!any) contract = contracts::bf16();
-  r.qat = {.weights = r.qat.weights && weights,
-           .activations = r.qat.activations && activations,
-           .k = r.qat.k && k,
-           .v = r.qat.v && v};
-  if (!activations) r.rollout.residual = rollout::Residual::kNone;
+  r.qat.weights &= weights;
+  r.qat.activations &= activations;
+  r.qat.k &= k;
+  r.qat.v &= v;
+  if (!experts) {
+    r.qat.real_product = false;
+    r.qat.residual_alpha = 0;
+    r.qat.residual_sites = {};
+    r.rollout.residual = rollout::Residual::kNone;
+  }
 
   Guide& guide = r.agreement.guide;
   guide.layers = common(guide.layers, contract.layers);

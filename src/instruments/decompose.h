@@ -18,25 +18,29 @@
 namespace lockstep::instruments {
 
 /// What is on. Whatever else the contract quantizes is BF16 in rollout and trainer; of what is on,
-/// the trainer imitates and follows what its arm does.
+/// the trainer imitates and follows what its arm does. A second pass over residuals and QaRL's
+/// product have codes on both sides, so they are on where weights and activations both are.
 enum class Part : std::uint8_t {
   kEngine,   // nothing: two BF16 engines, with the declared drift
   kRouting,  // nothing, and the trainer routes by itself
   kWeights,
   kActivations,  // w13_in and w2_in
+  kExperts,      // weights and activations
   kK,
   kV,
   kKv,
   kAll,
 };
-inline constexpr Part kParts[] = {Part::kEngine, Part::kRouting, Part::kWeights, Part::kActivations,
-                                  Part::kK,      Part::kV,       Part::kKv,      Part::kAll};
+inline constexpr Part kParts[] = {Part::kEngine,      Part::kRouting, Part::kWeights,
+                                  Part::kActivations, Part::kExperts, Part::kK,
+                                  Part::kV,           Part::kKv,      Part::kAll};
 constexpr const char* name_of(Part part) {
   switch (part) {
     case Part::kEngine: return "engine";
     case Part::kRouting: return "routing";
     case Part::kWeights: return "weights";
     case Part::kActivations: return "activations";
+    case Part::kExperts: return "experts";
     case Part::kK: return "k";
     case Part::kV: return "v";
     case Part::kKv: return "kv";
