@@ -126,6 +126,17 @@ TEST_F(GapTest, ArmsKeepTheirOrderAtNaturalDrift) {
     EXPECT_LT(gap[arm], gap["w4a4"]) << arm;
   }
   EXPECT_LE(gap["forced + w2_in"], 1.5 * gap["bf16"]);
+  // What the trainer does not imitate of the cache's K, no treatment of the experts takes away.
+  for (const char* arm : {"w4a16", "quads"}) {
+    EXPECT_LT(gap[arm], 1.1 * gap["naive"]) << arm;
+    EXPECT_GT(gap[arm], 10 * gap["w4a4"]) << arm;
+  }
+  EXPECT_LT(gap["quads"], gap["w4a16"]);
+  for (const char* form : {"resq_2_4", "resq_blocks", "resq_channels", "resq_dense"}) {
+    EXPECT_LT(gap[form], gap["quads"]) << form;  // w2_in compensated too
+  }
+  EXPECT_LT(gap["trace_mod4"], 2 * gap["trace"]);
+  EXPECT_LT(gap["trace_46"], gap["four_over_six"] / 3);
   for (const std::string family : {"mxfp4", "mxfp4_w4a8"}) {
     EXPECT_LT(gap[family + "_qat"], gap[family + "_naive"] / 3) << family;
     EXPECT_LT(gap[family + "_trace"], gap[family + "_qat"]) << family;

@@ -58,4 +58,14 @@ double seconds_of(const char* variable) {
   return text == nullptr ? 0 : std::atof(text);
 }
 
+std::string drift_text(const rollout::Drift& drift) {
+  std::string text;
+  if (drift.noise > 0) {
+    text = cat({"noise of relative size ", drift.noise, " on every block output of the rollout"});
+  }
+  if (drift.split_k) text += cat({text.empty() ? "" : ", ", "products added in two halves"});
+  return text.empty() ? "none but what the two engines have by nature"
+                      : text + ", set by the recipe";
+}
+
 }  // namespace lockstep::cli

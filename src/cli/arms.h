@@ -46,4 +46,7 @@ void write_summary(const std::filesystem::path& folder, const std::vector<ArmFig
 /// Seconds that ./lockstep spent before the program began, by the variable that it left.
 double seconds_of(const char* variable);
 
+/// The declared drift in words: what it is and who set it.
+std::string drift_text(const rollout::Drift& drift);
+
 }  // namespace lockstep::cli

@@ -87,16 +87,6 @@ std::string time_text(double seconds) {
   return seconds < 90 ? cat({std::ceil(seconds), " s"}) : cat({std::ceil(seconds / 60), " min"});
 }
 
-std::string drift_text(const rollout::Drift& drift) {
-  std::string text;
-  if (drift.noise > 0) {
-    text = cat({"noise of relative size ", drift.noise, " on every block output of the rollout"});
-  }
-  if (drift.split_k) text += cat({text.empty() ? "" : ", ", "products added in two halves"});
-  return text.empty() ? "none but what the two engines have by nature"
-                      : text + ", set by the recipe";
-}
-
 /// The runs that are still to be done. Returns why some could not go on, a line each.
 std::vector<std::string> run_all(const std::vector<Cell>& cells) {
   std::vector<std::string> stopped;

@@ -50,12 +50,16 @@ std::string closing(const std::vector<ArmFigures>& arms) {
   return out;
 }
 
+recipe::Recipe recipe_of(const DemoArgs& args, const std::string& arm) {
+  std::vector<std::string> assignments = args.assignments;
+  assignments.push_back("arm=" + arm);
+  return load_recipe(args.recipe, assignments);
+}
+
 /// Runs one arm in its folder. One that has ended is run again; an interrupted one goes on.
 ArmFigures run_arm(const DemoArgs& args, const std::string& arm,
                    const std::filesystem::path& root) {
-  std::vector<std::string> assignments = args.assignments;
-  assignments.push_back("arm=" + arm);
-  const recipe::Recipe recipe = load_recipe(args.recipe, assignments);
+  const recipe::Recipe recipe = recipe_of(args, arm);
   const std::filesystem::path folder = root / arm;
   if (has_ended(folder, recipe.schedule.steps)) std::filesystem::remove_all(folder);
   info("");
@@ -76,14 +80,19 @@ int demo(const DemoArgs& args) {
        recipe.schedule.prompts_per_step, " prompts x ", recipe.schedule.samples_per_prompt,
        " samples, ",
        bypass ? "clipping only, no importance sampling" : "see the recipe for the correction"}));
-  info(cat(
-      {"drift between the engines is raised on purpose: drift.noise = ", recipe.rollout.drift.noise,
-       ", so that bf16's own gap has the size that large models "
-       "show (0.005-0.01)"}));
+  const float noise = recipe.rollout.drift.noise;
+  if (noise > 0) {
+    info(cat({"drift between the engines is raised on purpose: drift.noise = ", noise,
+              ", so that bf16's own gap has the size that large models show (0.005-0.01)"}));
+  }
 
   const bool chosen = !args.arms.empty();
   std::vector<std::string> names = args.arms;
   if (!chosen) names = {"bf16", "naive", "trace"};
+  // Before the first of them runs, and before what an earlier demo left is cleared away.
+  for (const std::string& name : names) {
+    checked_arm(recipe_of(args, name), open_policy(recipe.model, false).config);
+  }
   std::vector<ArmFigures> arms;
   for (const std::string& name : names) arms.push_back(run_arm(args, name, root));
   const double before = seconds_of("LOCKSTEP_WALL_INSTALL") + seconds_of("LOCKSTEP_WALL_BUILD");
@@ -102,10 +111,7 @@ int demo(const DemoArgs& args) {
   std::printf(
       "dlogp is the trainer's log-prob of a sampled token minus the rollout's; README.md "
       "says what each column means.\n");
-  std::printf(
-      "Drift: noise of relative size %g on every block output of the rollout, set by the "
-      "recipe, in every arm.\n",
-      static_cast<double>(recipe.rollout.drift.noise));
+  std::printf("Drift: %s, in every arm.\n", drift_text(recipe.rollout.drift).c_str());
   std::printf("Time: %.0f s installing, %.0f s building, %.0f s running.\n",
               seconds_of("LOCKSTEP_WALL_INSTALL"), seconds_of("LOCKSTEP_WALL_BUILD"), took);
   std::printf("Figures: %s\n", (root / "summary.json").c_str());

@@ -86,7 +86,10 @@ double teach(const recipe::SftRecipe& r, const Policy& policy, const data::Task&
     const double now = seconds();
     metrics["timing_s/step"] = now - began;
     began = now;
-    curve << step::metrics_line(step + 1, metrics) << std::flush;
+    if (!(curve << step::metrics_line(step + 1, metrics) << std::flush)) {
+      throw Error(cat({"the curve of step ", step + 1,
+                       " cannot be written; make room on the disk, and begin anew"}));
+    }
     progress.at(step + 1, cat({"loss ", std::round(smooth * 1e4) / 1e4}));
     if ((step + 1) % 50 == 0 || step + 1 == r.steps) {
       info(cat({"step ", step + 1, "/", r.steps, "  loss ", std::round(smooth * 1e4) / 1e4, "  ",
@@ -150,10 +153,13 @@ int sft(const SftArgs& args) {
   const double loss = teach(r, policy, *task, trainer, curve);
   curve.close();
 
-  CheckpointWriter writer(out, policy.config, {.companion = policy.folder});
+  // Recipe and curve come into the folder with the weights: without them it is nobody's.
+  CheckpointWriter writer(out, policy.config,
+                          {.companion = policy.folder,
+                           .texts = {{"sft.toml", recipe::resolved(r)},
+                                     {"loss.jsonl", value_or_throw(read_text(curve_path))}}});
   sync::refit(trainer.weights(), writer, agreement.contract, WeightVersion{r.steps});
-  write_text(out / "sft.toml", recipe::resolved(r));
-  std::filesystem::rename(curve_path, out / "loss.jsonl");
+  std::filesystem::remove(curve_path);
   info(cat({"wrote ", out.string(), ": loss ", std::round(loss * 1e4) / 1e4, " after ",
             std::round(seconds() - began), " s"}));
   if (r.eval_prompts > 0) {

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "model/config.h"
@@ -35,6 +37,8 @@ struct CheckpointOptions {
   std::uint64_t max_shard_bytes = std::uint64_t{5} << 30;
   /// A folder whose tokenizer, chat template and generation config are copied along.
   std::filesystem::path companion{};
+  /// Text files of the caller's own beside them, by name.
+  std::map<std::string, std::string> texts{};
 };
 
 /// Writes BF16, experts one by one, under the names that every reader knows. The folder is made by

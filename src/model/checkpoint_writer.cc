@@ -212,6 +212,7 @@ void CheckpointWriter::put(const Weight& weight) {
 
 void CheckpointWriter::Impl::write_companions() const {
   write_config(config, stage);
+  for (const auto& [file, text] : options.texts) write_text(stage / file, text);
   if (options.companion.empty()) return;
   for (const char* file : kCompanions) {
     const fs::path from = options.companion / file;
