@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
@@ -23,16 +24,8 @@ void require(bool holds, std::initializer_list<Piece> message) {
   if (!holds) throw Error(cat(message));
 }
 
-/// How rows, records and the spans that share an n lie to each other.
-struct Shape {
-  std::int64_t rows = 0;
-  std::int64_t cols = 0;
-  std::int64_t slots = 1;  // rows of a record
-  std::int64_t span = 0;   // elements that share an n; cols is a multiple
-};
-
-Shape shape_of(const GuideArgs& args) {
-  Shape shape{args.x.shape[0], args.x.shape[1]};
+GuideShape shape_of(const GuideArgs& args) {
+  GuideShape shape{args.x.shape[0], args.x.shape[1]};
   shape.span = shape.cols;
   if (args.layout.width == 0 || shape.cols == 0) return shape;
   if (args.guidance != Guidance::kOwnScale) shape.slots = args.layout.width / shape.cols;
@@ -73,7 +66,7 @@ void check_rule(const Quantizer& rule, Guidance guidance) {
           {"guide: one global scale a tensor is for weights, which are not guided"});
 }
 
-void check_records(const GuideArgs& args, const Shape& shape) {
+void check_records(const GuideArgs& args, const GuideShape& shape) {
   const RowLayout& layout = args.layout;
   const Encoding wanted = encoding_for(args.guidance, args.rule);
   require(layout.encoding == wanted,
@@ -100,7 +93,12 @@ void check_records(const GuideArgs& args, const Shape& shape) {
           {"guide: present has ", args.present.shape[0], " entries for ", records, " records"});
 }
 
-void check(const GuideArgs& args, const Shape& shape) {
+template <typename View>
+bool on_device_of_x(const GuideArgs& args, const View& view) {
+  return view.empty() || view.device == args.x.device;
+}
+
+void check(const GuideArgs& args, const GuideShape& shape) {
   check_rule(args.rule, args.guidance);
   const std::int32_t unit = args.rule.scale == ScaleFormat::kNone ? 16 : args.rule.block;
   require(shape.cols % unit == 0,
@@ -110,7 +108,9 @@ void check(const GuideArgs& args, const Shape& shape) {
   require(args.out.shape == args.x.shape,
           {"guide: out is [", args.out.shape[0], ", ", args.out.shape[1], "], x is [", shape.rows,
            ", ", shape.cols, "]"});
-  require(args.x.device.kind == Device::Kind::kCpu, {"guide: x must be on the CPU"});
+  require(args.out.device == args.x.device && on_device_of_x(args, args.records) &&
+              on_device_of_x(args, args.present) && on_device_of_x(args, args.counts),
+          {"guide: x, records, present, out and counts must be on one device"});
   require(
       args.counts.empty() || args.counts.shape[0] == 3 || args.counts.shape[0] == kNumGuideCounts,
       {"guide: counts has ", args.counts.shape[0], " entries, must be 3 or ",
@@ -161,18 +161,6 @@ bool is_damaged(const GuideArgs& args, const Record& record) {
                      [](std::int8_t n) { return n < kMinExponent || n > kMaxExponent; });
 }
 
-Choice choice_of(Guidance guidance) {
-  switch (guidance) {
-    case Guidance::kOwnScale:
-    case Guidance::kRolloutScale: return Choice::kNearest;
-    case Guidance::kLsbScaleMod4:
-    case Guidance::kLsb: return Choice::kBit;
-    case Guidance::kFullGuided: return Choice::kCodeGuided;
-    case Guidance::kFullForced: return Choice::kCodeForced;
-  }
-  return Choice::kNearest;
-}
-
 /// The BF16 bits of every block's amax; returns the span's, 0x7F80 or more if it holds Inf or NaN.
 std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int64_t block,
                         std::uint16_t* amaxes) {
@@ -194,7 +182,8 @@ std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int64_
 /// Guides rows; one a thread.
 class Worker {
  public:
-  Worker(const GuideArgs& args, const Shape& shape, GuideKernel kernel, Simd simd, std::int32_t n)
+  Worker(const GuideArgs& args, const GuideShape& shape, GuideKernel kernel, Simd simd,
+         std::int32_t n)
       : args_(args),
         shape_(shape),
         kernel_(kernel),
@@ -312,7 +301,7 @@ class Worker {
   }
 
   const GuideArgs& args_;
-  const Shape& shape_;
+  const GuideShape& shape_;
   GuideKernel kernel_;
   Simd simd_;
   std::int64_t block_;   // elements that share a scale
@@ -336,8 +325,9 @@ std::int32_t matrix_exponent(const GuideArgs& args) {
 }  // namespace
 
 void guide_on(const GuideArgs& args, Isa isa) {
-  const Shape shape = shape_of(args);
+  const GuideShape shape = shape_of(args);
   check(args, shape);
+  require(args.x.device.kind == Device::Kind::kCpu, {"guide: x must be on the CPU"});
   if (shape.rows == 0 || shape.cols == 0) return;
   const std::int32_t n =
       args.rule.global == GlobalScale::kPerTensor ? matrix_exponent(args) : std::int32_t{0};
@@ -359,6 +349,15 @@ void guide_on(const GuideArgs& args, Isa isa) {
   }
 }
 
-void guide(const GuideArgs& args, Stream) { guide_on(args, best_isa()); }
+void guide(const GuideArgs& args, Stream stream) {
+  if (args.x.device.kind == Device::Kind::kCpu) return guide_on(args, best_isa());
+  if constexpr (build::has_cuda) {
+    const GuideShape shape = shape_of(args);
+    check(args, shape);
+    if (shape.rows > 0 && shape.cols > 0) guide_cuda(args, shape, stream);
+  } else {
+    throw Error("guide: x is on a CUDA device, and this build has no CUDA backend");
+  }
+}
 
 }  // namespace lockstep::kernels
