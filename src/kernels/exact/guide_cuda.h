@@ -1,8 +1,6 @@
 /// What the CUDA files of guide() share. For .cu files alone.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "kernels/exact/guide_rows.h"
 
 namespace lockstep::kernels {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
@@ -13,8 +14,6 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr std::int64_t kGroup = 16;
-constexpr std::int64_t kBlockRows = 32;  // of ResidualPattern::kBlocks
-constexpr std::int64_t kBlockCols = 64;
 constexpr std::int64_t kGrainElements = 1 << 13;
 constexpr Quantizer kRule = {.element = Element::kE2m1,
                              .scale = ScaleFormat::kE4m3,
@@ -41,7 +40,10 @@ void check(const ResidualArgs& args) {
   const std::int64_t cols = args.x.shape[1];
   require(cols % kGroup == 0, {"residual: x has ", cols, " columns, must be a multiple of 16"});
   require(args.x.stride[1] == 1 || cols <= 1, {"residual: x must be contiguous along a row"});
-  require(args.x.device.kind == Device::Kind::kCpu, {"residual: x must be on the CPU"});
+  const Device here = args.x.device;
+  require(args.q.codes.device == here && args.q.scales.device == here &&
+              args.q.global.device == here && (args.chosen.empty() || args.chosen.device == here),
+          {"residual: x, q and chosen must be on one device"});
   check_packed(args.q, "q", rows, cols);
   require(args.q.global.shape[0] == rows || args.q.global.stride[0] == 0,
           {"residual: q has ", args.q.global.shape[0], " global scales for ", rows, " rows"});
@@ -52,7 +54,12 @@ void check(const ResidualArgs& args) {
             {"residual: chosen has ", args.chosen.shape[0], " entries, must have one for each of ",
              cols / kGroup, " groups"});
   }
-  for (std::int64_t r = 0; r < rows; ++r) {
+}
+
+/// Of numbers that the host can read.
+void check_global(const ResidualArgs& args) {
+  require(args.x.device.kind == Device::Kind::kCpu, {"residual: x must be on the CPU"});
+  for (std::int64_t r = 0; r < args.x.shape[0]; ++r) {
     const float global = args.q.global.data[r * args.q.global.stride[0]];
     const std::int32_t n = exponent_of(global);
     if (n < kMinExponent || n > kMaxExponent || global != power_of_two(n)) {
@@ -119,7 +126,7 @@ Residuals residuals_of(const ResidualArgs& args, Isa isa) {
 
 /// Groups that are chosen together.
 std::int64_t unit_groups(const ResidualArgs& args) {
-  return args.pattern == ResidualPattern::kBlocks ? kBlockCols / kGroup : 1;
+  return args.pattern == ResidualPattern::kBlocks ? kResidualBlockCols / kGroup : 1;
 }
 
 /// Scores of units, from those of their groups; rows [first, end) are added up.
@@ -167,7 +174,7 @@ std::vector<std::uint8_t> batch_choice(const ResidualArgs& args, const Residuals
 }
 
 std::int64_t tile_rows(const ResidualArgs& args) {
-  return args.pattern == ResidualPattern::kBlocks ? kBlockRows : args.x.shape[0];
+  return args.pattern == ResidualPattern::kBlocks ? kResidualBlockRows : args.x.shape[0];
 }
 
 /// Clears the codes of the two smaller residuals of every four.
@@ -214,6 +221,7 @@ void encode(const ResidualArgs& args, std::int64_t row, const Bf16* values, Simd
 
 void residual_on(const ResidualArgs& args, Isa isa) {
   check(args);
+  check_global(args);
   const std::int64_t rows = args.x.shape[0];
   const std::int64_t cols = args.x.shape[1];
   check_packed(args.out, "out", rows, cols);
@@ -256,20 +264,48 @@ void residual_on(const ResidualArgs& args, Isa isa) {
   });
 }
 
-void residual(const ResidualArgs& args, Stream) { residual_on(args, best_isa()); }
+std::int64_t residual_workspace(const ResidualArgs& args) {
+  const bool whole = args.pattern == ResidualPattern::kTwoOfFour;
+  if (args.choice != ResidualChoice::kBatch || whole) return 0;
+  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t groups = args.x.shape[1] / kGroup;
+  const std::int64_t tile = std::max<std::int64_t>(tile_rows(args), 1);
+  return rows * groups + (rows + tile - 1) / tile * groups;
+}
+
+void residual(const ResidualArgs& args, Stream stream) {
+  if (args.x.device.kind == Device::Kind::kCpu) return residual_on(args, best_isa());
+  if constexpr (build::has_cuda) {
+    check(args);
+    const Device here = args.x.device;
+    check_packed(args.out, "out", args.x.shape[0], args.x.shape[1]);
+    require(args.out.codes.device == here && args.out.scales.device == here &&
+                (args.out.global.empty() || args.out.global.device == here) &&
+                (args.workspace.empty() || args.workspace.device == here),
+            {"residual: out and workspace must be on the device of x"});
+    require(args.workspace.empty() || args.workspace.shape[0] >= residual_workspace(args),
+            {"residual: workspace has ", args.workspace.shape[0], " numbers, needs ",
+             residual_workspace(args)});
+    if (args.x.shape[0] > 0 && args.x.shape[1] > 0) residual_cuda(args, stream);
+  } else {
+    throw Error("residual: x is on a CUDA device, and this build has no CUDA backend");
+  }
+}
 
 std::vector<float> residual_scores(const ResidualArgs& args) {
   ResidualArgs plain = args;
   plain.choice = ResidualChoice::kBatch;
   plain.pattern = ResidualPattern::kChannels;
   check(plain);
+  check_global(plain);
   return unit_scores(plain, residuals_of(plain, best_isa()), 0, plain.x.shape[0]);
 }
 
 std::vector<std::uint8_t> choose_groups(const std::vector<float>& scores, ResidualPattern pattern,
                                         std::int32_t per_mille) {
   const auto groups = static_cast<std::int64_t>(scores.size());
-  const std::int64_t together = pattern == ResidualPattern::kBlocks ? kBlockCols / kGroup : 1;
+  const std::int64_t together =
+      pattern == ResidualPattern::kBlocks ? kResidualBlockCols / kGroup : 1;
   std::vector<float> units(static_cast<std::size_t>((groups + together - 1) / together));
   for (std::size_t g = 0; g < scores.size(); ++g) {
     units[g / static_cast<std::size_t>(together)] += scores[g];

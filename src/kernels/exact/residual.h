@@ -35,6 +35,9 @@ struct ResidualArgs {
   // Codes and scales of the residual under 2^(n - 2), n the row's; zeros in groups not chosen.
   // `global` may be empty.
   PackedView<std::uint8_t> out{};
+  // [residual_workspace(args)] On a CUDA device under kBatch; where it is empty memory comes from
+  // the device's pool.
+  TensorView<float, 1> workspace{};
 };
 
 /// Quantizes the residuals. A group's score is the sum over its elements, in their order, of
@@ -42,11 +45,15 @@ struct ResidualArgs {
 /// chosen, ties to the lower index. A block's score is its groups' scores added in their order,
 /// over its rows in theirs. Choosing before or after quantization is the same: what shares a scale
 /// is chosen together, or with its largest element. Rows that hold NaN or Inf have no residual.
-/// Bit-exact. Throws Error naming the argument.
+/// Bit-exact. Throws Error naming the argument; that q's scales are powers of two is not looked at
+/// on a CUDA device.
 void residual(const ResidualArgs& args, Stream stream = {});
 void residual_on(const ResidualArgs& args, Isa isa);
 
-/// The sum of the rows' scores of each group of 16, [cols / 16]; `out` is not read.
+/// Numbers of its workspace.
+std::int64_t residual_workspace(const ResidualArgs& args);
+
+/// On a CPU: the sum of the rows' scores of each group of 16, [cols / 16]; `out` is not read.
 std::vector<float> residual_scores(const ResidualArgs& args);
 
 /// The largest of such sums, for kStatic to keep: 1 where a group is chosen.

@@ -1,14 +1,18 @@
-/// What stands behind residual(): one row. Inside kernels/exact/ only.
+/// What stands behind residual(): one row on a CPU. Inside kernels/exact/ only.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "kernels/exact/isa.h"
+#include "kernels/exact/residual.h"
 #include "numerics/e2m1.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
+
+inline constexpr std::int64_t kResidualBlockRows = 32;  // of ResidualPattern::kBlocks
+inline constexpr std::int64_t kResidualBlockCols = 64;
 
 struct ResidualRow {
   const Bf16* x = nullptr;               // [groups * 16], finite
@@ -24,6 +28,9 @@ using ResidualKernel = void (*)(const ResidualRow&);
 
 void residual_row_portable(const ResidualRow& row);  // the definition
 ResidualKernel residual_row(Isa isa);
+
+/// residual() on a CUDA device, of arguments that it has checked; at least one row and column.
+void residual_cuda(const ResidualArgs& args, Stream stream);
 
 /// The body of every backend. No branches, so that compilers make vectors of it.
 [[gnu::always_inline]] inline void residual_row_body(const ResidualRow& row) {

@@ -1,0 +1,156 @@
+// residual() on every device against its definition: every pattern and choice, byte for byte.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/philox.h"
+#include "device/testing.h"
+#include "kernels/exact/quantize.h"
+#include "kernels/exact/residual.h"
+#include "numerics/scale.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr Quantizer kRule = {.element = Element::kE2m1,
+                             .scale = ScaleFormat::kE4m3,
+                             .global = GlobalScale::kPerToken,
+                             .global_is_power_of_two = true};
+
+/// Codes and scales on a device; what was there before must be overwritten.
+struct Packed {
+  Buffer codes, scales, global;
+  std::int64_t rows, cols;
+
+  Packed(std::int64_t r, std::int64_t c, Device device)
+      : codes(device, r * c / 2),
+        scales(device, r * c / 16),
+        global(device, 4 * r),
+        rows(r),
+        cols(c) {
+    fill_bytes(codes.as<void>(), device, 0xEE, codes.bytes());
+    fill_bytes(scales.as<void>(), device, 0xEE, scales.bytes());
+    fill_bytes(global.as<void>(), device, 0xEE, global.bytes());
+  }
+  PackedView<std::uint8_t> view() {
+    const Device device = codes.device();
+    return {{codes.as<std::uint8_t>(), {rows, cols / 2}, {cols / 2, 1}, device},
+            {scales.as<std::uint8_t>(), {rows, cols / 16}, {cols / 16, 1}, device},
+            {global.as<float>(), {rows}, {1}, device}};
+  }
+};
+
+struct Case {
+  std::int64_t rows, cols;
+  std::int64_t stride = cols;
+  std::vector<Bf16> x{};
+  std::vector<std::uint8_t> chosen{};
+};
+
+/// Rows of different sizes and outliers; `kinds` numbers only, so that scores tie.
+Case make_case(std::int64_t rows, std::int64_t cols, std::uint32_t kinds, std::int64_t stride) {
+  Case c{rows, cols, stride};
+  c.x.resize(static_cast<std::size_t>(rows * stride), to_bf16(9.0f));
+  for (std::int64_t i = 0; i < rows * cols; ++i) {
+    const PhiloxWords w = philox(3, philox_counter(static_cast<std::uint64_t>(i), 0, 0));
+    double v = kinds > 0 ? static_cast<double>(w[0] % kinds) - 1.0
+                         : unit(w[0], w[1]) + unit(w[1], w[2]) + unit(w[2], w[3]) - 1.5;
+    if (i % cols == 5) v *= 1000;
+    if (i / cols % 6 == 4 && kinds > 0) v = 0;
+    const int power = kinds > 0 ? 0 : static_cast<int>(i / cols % 5) * 20 - 40;
+    c.x[static_cast<std::size_t>(i / cols * stride + i % cols)] =
+        to_bf16(static_cast<float>(std::ldexp(v, power)));
+  }
+  for (std::int64_t g = 0; g < cols / 16; ++g) c.chosen.push_back(g % 3 == 1);
+  return c;
+}
+
+struct Outcome {
+  std::vector<std::uint8_t> codes, scales;
+  std::vector<float> global;
+};
+
+Outcome run(const Case& c, ResidualPattern pattern, ResidualChoice choice, std::int32_t per_mille,
+            Device device, bool with_workspace) {
+  const Buffer x = to_device(c.x, device);
+  const Buffer chosen = to_device(c.chosen, device);
+  Packed q(c.rows, c.cols, {});
+  QuantizeArgs quantized;
+  quantized.x = {c.x.data(), {c.rows, c.cols}, {c.stride, 1}};
+  quantized.rule = kRule;
+  quantized.out = q.view();
+  quantize(quantized);
+  Packed there(c.rows, c.cols, device);
+  copy_bytes(there.codes.as<void>(), device, q.codes.as<void>(), {}, q.codes.bytes());
+  copy_bytes(there.scales.as<void>(), device, q.scales.as<void>(), {}, q.scales.bytes());
+  copy_bytes(there.global.as<void>(), device, q.global.as<void>(), {}, q.global.bytes());
+  Packed out(c.rows, c.cols, device);
+  ResidualArgs args;
+  args.x = {x.as<const Bf16>(), {c.rows, c.cols}, {c.stride, 1}, device};
+  args.q = there.view();
+  args.out = out.view();
+  args.pattern = pattern;
+  args.choice = choice;
+  args.per_mille = per_mille;
+  args.chosen = {chosen.as<const std::uint8_t>(), {c.cols / 16}, {1}, device};
+  const std::int64_t numbers = residual_workspace(args);
+  const Buffer workspace(device, 4 * numbers);
+  if (with_workspace) args.workspace = {workspace.as<float>(), {numbers}, {1}, device};
+  residual(args);
+  return {to_host<std::uint8_t>(out.codes), to_host<std::uint8_t>(out.scales),
+          to_host<float>(out.global)};
+}
+
+class ResidualDevice : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, ResidualDevice, testing::ValuesIn(devices()), name_of_device);
+
+void expect_the_definition(const Case& c, Device device) {
+  for (const ResidualPattern pattern :
+       {ResidualPattern::kChannels, ResidualPattern::kBlocks, ResidualPattern::kTwoOfFour}) {
+    for (const ResidualChoice choice :
+         {ResidualChoice::kPerToken, ResidualChoice::kBatch, ResidualChoice::kStatic}) {
+      for (const int per_mille : {0, 125, 500, 1000}) {
+        const Outcome want = run(c, pattern, choice, per_mille, {}, false);
+        const Outcome got = run(c, pattern, choice, per_mille, device, per_mille > 200);
+        const std::string what = std::to_string(static_cast<int>(pattern)) + " " +
+                                 std::to_string(static_cast<int>(choice)) + " " +
+                                 std::to_string(per_mille) + " of " + std::to_string(c.rows) +
+                                 " x " + std::to_string(c.cols);
+        EXPECT_TRUE(got.scales == want.scales) << what;
+        EXPECT_TRUE(got.codes == want.codes) << what;
+        EXPECT_TRUE(got.global == want.global) << what;
+      }
+    }
+  }
+}
+
+TEST_P(ResidualDevice, EveryPatternAndChoiceIsTheDefinition) {
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{23, 144},
+                                  {1, 16},
+                                  {9, 160},
+                                  {70, 128},
+                                  {33, 2048},
+                                  {5, 4112},
+                                  {256, 768}}) {
+    expect_the_definition(make_case(rows, cols, 0, cols), GetParam());
+  }
+}
+
+TEST_P(ResidualDevice, TiesGoToTheLowerIndex) {
+  expect_the_definition(make_case(40, 512, 3, 512), GetParam());
+}
+
+TEST_P(ResidualDevice, AnyStrideAndRowsThatAreNotFinite) {
+  Case c = make_case(37, 208, 0, 211);
+  for (const std::size_t row : {3u, 20u, 36u}) {
+    c.x[row * 211 + 100 + row] = to_bf16(row == 20 ? std::numeric_limits<float>::quiet_NaN()
+                                                   : std::numeric_limits<float>::infinity());
+  }
+  expect_the_definition(c, GetParam());
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
