@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <charconv>
 #include <system_error>
+#include <utility>
 
 #include "base/text.h"
+#include "model/file.h"
 
 namespace lockstep::store {
 namespace {
@@ -47,7 +49,10 @@ std::int64_t at_most(const Body& body) {
 Disk::Disk(const Options& options) : options_(options) {
   namespace fs = std::filesystem;
   std::error_code failed;
-  fs::create_directories(options.folder, failed);
+  if (fs::create_directories(options.folder, failed)) {
+    const fs::path made = fs::absolute(options.folder).lexically_normal();
+    unsynced_parent_ = (made.has_filename() ? made : made.parent_path()).parent_path();
+  }
   if (failed) {
     throw Error(cat({"trace folder ", options.folder.string(), ": ", failed.message()}));
   }
@@ -76,46 +81,47 @@ Disk::~Disk() { end_segment(); }
 
 void Disk::recover(const std::filesystem::path& path) {
   Result<File> opened = File::open(path);
-  if (!opened) {
-    foreign_.push_back(opened.error().message);
-    return;
-  }
+  if (!opened) return leave_alone(path, opened.error().message);
   auto file = std::make_shared<File>(std::move(*opened));
   const Result<std::int64_t> size = file->size();
-  if (size && *size == 0) {  // its maker died before the header
-    std::filesystem::remove(path);
-    return;
-  }
+  if (!size) return leave_alone(path, size.error().message);
+  if (*size == 0) return remove_file(path);  // its maker died before the header
   const Result<SegmentHeader> header = read_header(*file);
-  if (!header) {
-    foreign_.push_back(header.error().message);
-    return;
-  }
+  if (!header) return leave_alone(path, header.error().message);
   const bool any_contract = options_.contract == ContractId{};
   if (header->run != options_.run || (!any_contract && header->contract != options_.contract)) {
-    foreign_.push_back(
-        cat({path.string(), ": of another ", header->run != options_.run ? "run" : "contract"}));
-    return;
+    return leave_alone(path, cat({path.string(), ": of another ",
+                                  header->run != options_.run ? "run" : "contract"}));
   }
   const Result<Scan> scan = scan_segment(*file, damage_);
-  if (!scan) {
-    foreign_.push_back(scan.error().message);
-    return;
-  }
-  if (scan->spans.empty()) {
-    std::filesystem::remove(path);
-    return;
-  }
+  if (!scan) return leave_alone(path, scan.error().message);
+  if (scan->spans.empty()) return remove_file(path);
   auto segment = std::make_shared<Segment>(Segment{.path = path,
                                                    .header = *header,
                                                    .file = file,
                                                    .size = *size,
                                                    .live = std::ssize(scan->spans)});
-  if (scan->whole < *size && file->truncate(scan->whole)) segment->size = scan->whole;
+  if (scan->whole < *size && file->truncate(scan->whole)) {
+    segment->size = scan->whole;
+    changed(segment);
+  }
   bytes_ += segment->size;
   ++segments_;
   for (const StoredSpan& stored : scan->spans) {
     recovered_.push_back(std::make_shared<const DiskSpan>(DiskSpan{segment, stored}));
+  }
+}
+
+void Disk::leave_alone(const std::filesystem::path& path, std::string why) {
+  std::error_code failed;
+  const std::uintmax_t size = std::filesystem::file_size(path, failed);
+  if (!failed) foreign_bytes_ += static_cast<std::int64_t>(size);
+  foreign_.push_back(std::move(why));
+}
+
+void Disk::changed(const std::shared_ptr<Segment>& segment) {
+  if (std::find(unsynced_.begin(), unsynced_.end(), segment) == unsynced_.end()) {
+    unsynced_.push_back(segment);
   }
 }
 
@@ -127,8 +133,7 @@ Result<void> Disk::begin_segment(ContractId contract) {
   const SegmentHeader header = {contract, options_.run, next_number_};
   Result<SegmentWriter> writer = SegmentWriter::create(file, header);
   if (!writer) {
-    std::error_code ignored;
-    std::filesystem::remove(path, ignored);
+    remove_file(path);
     return tl::unexpected(writer.error());
   }
   ++next_number_;
@@ -137,38 +142,52 @@ Result<void> Disk::begin_segment(ContractId contract) {
       Segment{.path = path, .header = header, .file = file, .size = writer_->size()});
   bytes_ += current_->size;
   ++segments_;
-  unsynced_.push_back(current_);
+  changed(current_);
+  folder_unsynced_ = true;
   return {};
 }
 
 void Disk::end_segment() {
   if (!writer_) return;
   if (current_->live == 0) {
-    remove(*current_);
+    remove(current_);
   } else {
     // Without a footer, for want of room, the next scan reads frame by frame: slower, no more.
     static_cast<void>(writer_->finish());
     bytes_ += writer_->size() - current_->size;
     current_->size = writer_->size();
+    changed(current_);
   }
   writer_.reset();
   current_.reset();
 }
 
-void Disk::remove(Segment& segment) {
-  std::error_code ignored;
-  std::filesystem::remove(segment.path, ignored);
-  bytes_ -= segment.size;
+/// Nothing here holds it any more, so its room is free once no read is under way.
+void Disk::remove(const std::shared_ptr<Segment>& segment) {
+  std::erase(unsynced_, segment);
+  remove_file(segment->path);
+  bytes_ -= segment->size;
   --segments_;
-  segment.size = 0;
+  segment->size = 0;
+}
+
+void Disk::remove_file(const std::filesystem::path& path) {
+  std::error_code failed;
+  std::filesystem::remove(path, failed);
+  if (failed) not_given_up_ = Fault{cat({"removing ", path.string(), ": ", failed.message()})};
+  folder_unsynced_ = true;
 }
 
 Result<std::shared_ptr<const DiskSpan>> Disk::put(const Span& span, ContractId contract,
                                                   const Body& body) {
-  if (const std::int64_t needed = at_most(body); bytes() + needed > options_.disk_bytes) {
-    return fault(cat({"trace folder ", options_.folder.string(), ": ", bytes(),
-                      " bytes of store.disk = ", options_.disk_bytes, " are in use, a span needs ",
-                      needed, "; raise it"}));
+  const std::int64_t used = bytes() + foreign_bytes_;
+  if (const std::int64_t needed = at_most(body); used + needed > options_.disk_bytes) {
+    const std::string others =
+        foreign_.empty() ? "" : cat({" (", foreign_bytes_, " by other runs' segments there)"});
+    return fault(
+        cat({"trace folder ", options_.folder.string(), ": ", used,
+             " bytes of store.disk = ", options_.disk_bytes, " are in use", others,
+             ", a span needs ", needed, "; raise it", foreign_.empty() ? "" : " or remove those"}));
   }
   if (writer_ &&
       (current_->header.contract != contract || current_->size >= options_.segment_bytes)) {
@@ -184,7 +203,7 @@ Result<std::shared_ptr<const DiskSpan>> Disk::put(const Span& span, ContractId c
   bytes_ += stored->bytes;
   current_->size += stored->bytes;
   ++current_->live;
-  if (unsynced_.empty() || unsynced_.back() != current_) unsynced_.push_back(current_);
+  changed(current_);
   return std::make_shared<const DiskSpan>(DiskSpan{current_, std::move(*stored)});
 }
 
@@ -192,13 +211,15 @@ std::int64_t Disk::forget(std::span<const std::shared_ptr<const DiskSpan>> spans
   for (const auto& span : spans) --span->segment->live;
   const std::int64_t before = bytes();
   for (const auto& span : spans) {
-    Segment& segment = *span->segment;
-    if (segment.live > 0) {
+    const std::shared_ptr<Segment>& segment = span->segment;
+    if (segment->live > 0) {
       // Should this fail, a later run finds the span again: stale, and opened anew by its id.
-      static_cast<void>(forget_span(*segment.file, span->stored));
-    } else if (current_.get() == &segment) {
+      const Result<void> marked = forget_span(*segment->file, span->stored);
+      if (!marked) not_given_up_ = marked.error();
+      changed(segment);
+    } else if (current_ == segment) {
       end_segment();
-    } else if (segment.size > 0) {
+    } else if (segment->size > 0) {
       remove(segment);
     }
   }
@@ -207,11 +228,16 @@ std::int64_t Disk::forget(std::span<const std::shared_ptr<const DiskSpan>> spans
 
 Result<void> Disk::sync() {
   while (!unsynced_.empty()) {
-    if (unsynced_.back()->size > 0) {
-      if (Result<void> synced = unsynced_.back()->file->sync(); !synced) return synced;
-    }
+    if (Result<void> synced = unsynced_.back()->file->sync(); !synced) return synced;
     unsynced_.pop_back();
   }
+  try {
+    if (std::exchange(folder_unsynced_, false)) sync_folder(options_.folder);
+    if (!unsynced_parent_.empty()) sync_folder(std::exchange(unsynced_parent_, {}));
+  } catch (const Error& error) {
+    return fault(error.what());
+  }
+  if (const auto left = std::exchange(not_given_up_, std::nullopt)) return tl::unexpected(*left);
   return {};
 }
 

@@ -51,24 +51,33 @@ class Disk {
   /// Gives up spans; a segment without live ones goes with its file. Returns the bytes freed.
   std::int64_t forget(std::span<const std::shared_ptr<const DiskSpan>> spans);
 
-  /// What was put so far survives a loss of power.
+  /// What was put so far survives a loss of power, and what was given up does not come back. A
+  /// fault says what of it did not reach the disk.
   Result<void> sync();
 
+  /// Of this store's own segments; those left alone count toward disk_bytes as well.
   std::int64_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
   std::int64_t segments() const { return segments_.load(std::memory_order_relaxed); }
 
  private:
   void recover(const std::filesystem::path& path);
+  void leave_alone(const std::filesystem::path& path, std::string why);
   Result<void> begin_segment(ContractId contract);
   void end_segment();
-  void remove(Segment& segment);
+  void remove(const std::shared_ptr<Segment>& segment);
+  void remove_file(const std::filesystem::path& path);
+  void changed(const std::shared_ptr<Segment>& segment);
 
   Options options_;
   std::optional<File> lock_;
   std::uint64_t next_number_ = 1;
   std::shared_ptr<Segment> current_;
   std::optional<SegmentWriter> writer_;
-  std::vector<std::shared_ptr<Segment>> unsynced_;
+  std::vector<std::shared_ptr<Segment>> unsynced_;  // those that live on alone
+  bool folder_unsynced_ = false;                    // files came or went
+  std::filesystem::path unsynced_parent_{};         // of a folder that was made; else empty
+  std::optional<Fault> not_given_up_;  // since sync(): a marker not written, a file not removed
+  std::int64_t foreign_bytes_ = 0;
   std::vector<std::shared_ptr<const DiskSpan>> recovered_;
   std::vector<std::string> foreign_;
   Damage damage_;
