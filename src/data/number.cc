@@ -117,7 +117,8 @@ std::optional<Number> to_number(const Mantissa& mantissa) {
   digits.erase(0, std::min(digits.find_first_not_of('0'), digits.size()));
   const std::int64_t shift = mantissa.exponent - static_cast<std::int64_t>(behind.size());
   if (digits.size() > kMaxDigits || shift > kMaxDigits || shift < -kMaxDigits) return std::nullopt;
-  Number number = {.places = static_cast<int>(std::min<std::size_t>(mantissa.places.size(), 999))};
+  Number number = {.places = static_cast<int>(std::min<std::size_t>(mantissa.places.size(), 999)),
+                   .exponent = static_cast<int>(mantissa.exponent)};
   for (char c : digits) number.num = number.num * 10 + (c - '0');
   if (shift > 0 && !fits(number.num)) return std::nullopt;
   number.num *= power10(std::max<std::int64_t>(shift, 0));
@@ -201,17 +202,19 @@ Number with_fraction(const Number& first, std::string_view& text) {
   return sum;
 }
 
-/// Whether the decimal `a`, of at least six places, is what `b` rounds to.
+/// Whether the decimal `a`, of at least six places as it is written and as it counts, is what `b`
+/// rounds to: they differ by half of a's last digit at most.
 bool rounds_to(const Number& a, const Number& b) {
   constexpr int kLeastPlaces = 6;
-  if (a.fraction || !b.fraction || a.places < kLeastPlaces || a.places > kMaxDigits) return false;
-  const Int128 scale = power10(a.places);
-  if (b.num > power10(37 - a.places) || b.num < -power10(37 - a.places)) return false;
-  const Int128 value = a.num * (scale / a.den);  // a is value / scale: its den divides scale
-  if (!fits(value)) return false;
-  Int128 gap = b.num * scale - value * b.den;
+  constexpr int kMostPlaces = 37;  // past it the half digit is less than any gap there can be
+  const int places = a.places - a.exponent;
+  if (a.fraction || !b.fraction || a.places < kLeastPlaces || places < kLeastPlaces ||
+      places > kMostPlaces) {
+    return false;
+  }
+  Int128 gap = a.num * b.den - b.num * a.den;  // times a.den * b.den; below 2^127 all of it
   if (gap < 0) gap = -gap;
-  return gap <= b.den / 2;
+  return gap <= a.den * b.den / power10(places) / 2;
 }
 
 bool same(const Number& a, const Number& b) {
@@ -221,6 +224,7 @@ bool same(const Number& a, const Number& b) {
 
 Number hundredth(Number number) {
   number.den *= 100;
+  number.exponent -= 2;
   return number;
 }
 

@@ -13,6 +13,7 @@ struct Number {
   Int128 num = 0;
   Int128 den = 1;
   int places = 0;         // digits behind the decimal point
+  int exponent = 0;       // of ten; the last of those digits counts 10^(exponent - places)
   bool fraction = false;  // a/b, \frac, or a mixed number
   bool percent = false;
 };
