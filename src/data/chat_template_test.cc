@@ -88,5 +88,22 @@ TEST(ChatTemplate, ElifChainsAndBlocksHaveAnEnd) {
   EXPECT_NE(fault_of(chain + "{% endif %}").find("deeply"), std::string::npos);
 }
 
+// Such a chain leans to the left: its tree is as deep as it is long.
+TEST(ChatTemplate, ChainsAndValuesHaveAnEnd) {
+  const auto chain = [](std::string first, std::string_view link, int count) {
+    for (int i = 0; i < count; ++i) first += link;
+    return first;
+  };
+  for (const char* link : {"~'a'", " or 0", " and 1", "==1", " in 'a'", " not in 'a'", "+1", ".x",
+                           "[0]", "|trim", " is none", ".strip()", "[:1]"}) {
+    const std::string message = fault_of("{{ " + chain("x", link, 100'000) + " }}");
+    EXPECT_NE(message.find("too deep"), std::string::npos) << link << " -> " << message;
+  }
+  EXPECT_EQ(render("{{ " + chain("'a'", "~'a'", 200) + " }}"), std::string(201, 'a'));
+  EXPECT_EQ(render("{{ [" + chain("1", ",1", 5000) + "]|length }}"), "5001");
+  EXPECT_NE(fault_of("{% set x = [] %}" + chain("", "{% set x = [x] %}", 5000)).find("nested"),
+            std::string::npos);
+}
+
 }  // namespace
 }  // namespace lockstep::data

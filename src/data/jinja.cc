@@ -13,6 +13,7 @@ namespace lockstep::data::jinja {
 namespace {
 
 constexpr int kMaxDepth = 100;  // of blocks and expressions in each other
+constexpr int kMaxTree = 300;   // of an expression's tree: a chain of operators leans to the left
 
 bool space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 bool word_char(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
@@ -210,7 +211,7 @@ class ExprParser {
       ExprPtr condition = disjunction();
       ExprPtr other = take("else") ? expression() : nullptr;
       value = make(Expr::Kind::kTernary, "", std::move(value), std::move(condition));
-      value->args.push_back(std::move(other));
+      add(*value, std::move(other));
     }
     --depth_;
     return value;
@@ -222,8 +223,17 @@ class ExprParser {
     auto expr = std::make_unique<Expr>();
     expr->kind = kind;
     expr->text = std::move(text);
-    (expr->args.push_back(std::move(args)), ...);
+    (add(*expr, std::move(args)), ...);
     return expr;
+  }
+
+  /// Evaluating a tree and freeing it go down it by calls, so its depth has an end.
+  static void add(Expr& to, ExprPtr arg) {
+    if (arg) to.depth = std::max(to.depth, arg->depth + 1);
+    to.args.push_back(std::move(arg));
+    if (to.depth > kMaxTree) {
+      throw Error(cat({"an expression's tree is deeper than ", kMaxTree, ", which is too deep"}));
+    }
   }
 
   ExprPtr disjunction() {
@@ -328,7 +338,7 @@ class ExprParser {
     if (!slice && !parts[0]) throw Error("an index is missing");
     if (parts.size() > 3) throw Error("a slice has three parts at most");
     ExprPtr result = make(slice ? Expr::Kind::kSlice : Expr::Kind::kIndex, "", std::move(value));
-    for (ExprPtr& each : parts) result->args.push_back(std::move(each));
+    for (ExprPtr& each : parts) add(*result, std::move(each));
     if (slice) result->args.resize(4);
     return result;
   }
@@ -340,7 +350,7 @@ class ExprParser {
                          lexemes_[at_ + 1].kind == Lexeme::Kind::kSign;
       call.names.push_back(named ? word() : "");
       if (named) expect("=");
-      call.args.push_back(expression());
+      add(call, expression());
       if (!take(",") && peek().text != ")") {
         throw Error(cat({"\")\" is expected, not \"", peek().text, "\""}));
       }
@@ -364,7 +374,7 @@ class ExprParser {
     if (lexeme.text == "[") {
       ExprPtr list = make(Expr::Kind::kList, "");
       while (!take("]")) {
-        list->args.push_back(expression());
+        add(*list, expression());
         if (!take(",") && peek().text != "]") throw Error("a list is not closed");
       }
       return list;

@@ -35,6 +35,7 @@ struct Expr {
   long long integer = 0;
   std::vector<std::unique_ptr<Expr>> args{};
   std::vector<std::string> names{};
+  int depth = 1;  // of the tree below it, itself included
 };
 using ExprPtr = std::unique_ptr<Expr>;
 
@@ -54,7 +55,8 @@ struct Node {
   std::vector<Node> other{};
 };
 
-/// Throws Error naming what is not implemented, with its line.
+/// Throws Error naming what is not implemented, with its line; so also where a chain of operators
+/// or blocks in each other would make a tree too deep to walk.
 std::vector<Node> parse(std::string_view source);
 
 /// Throws Error naming what is not implemented, or what the template itself raised.

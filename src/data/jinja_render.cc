@@ -13,6 +13,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxOutput = std::size_t{64} << 20;
+constexpr int kMaxNested = 100;  // of lists and objects in each other
 
 /// A value, or undefined.
 using Value = std::optional<json>;
@@ -63,6 +64,13 @@ json split(std::string_view text, std::string_view at) {
     if (found == std::string_view::npos) return parts;
     text.remove_prefix(found + at.size());
   }
+}
+
+bool deeper_than(const json& value, int limit) {
+  if (!value.is_structured()) return false;
+  if (limit == 0) return true;
+  return std::any_of(value.begin(), value.end(),
+                     [&](const json& part) { return deeper_than(part, limit - 1); });
 }
 
 /// Slices of a list, and of a string where all of it is ASCII, as Python cuts them.
@@ -126,6 +134,9 @@ class Renderer {
   void set(const Node& node) {
     Value value = evaluate(*node.expr);
     if (!value) throw Error(cat({"set ", node.text, ": the value is undefined"}));
+    if (deeper_than(*value, kMaxNested)) {
+      throw Error(cat({"set ", node.text, ": lists are nested deeper than ", kMaxNested}));
+    }
     if (node.attribute.empty()) {
       scopes_.back()[node.text] = std::move(*value);
       return;
