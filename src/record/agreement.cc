@@ -5,6 +5,7 @@
 namespace lockstep {
 
 Encoding Agreement::encoding(Place place) const {
+  if (place.layer.value < 0 || place.layer.value >= model.num_layers) return Encoding::kNone;
   if (place.site == Site::kRouter) {
     if (!guide.replay_experts) return Encoding::kNone;
     return model.num_experts <= 256 ? Encoding::kExperts8 : Encoding::kExperts16;

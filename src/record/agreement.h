@@ -14,7 +14,8 @@ struct Agreement {
   Guide guide;
   std::uint64_t seed = 0;  // of the run: audit tokens follow from it
 
-  /// What is recorded of every token there; kNone: nothing.
+  /// What is recorded of every token there; kNone: nothing, as in layers of side networks, whose
+  /// numbers are past the model's.
   Encoding encoding(Place place) const;
 
   /// The layout of a row there under `encoding`: that of every token, kCodes for an audit token
@@ -24,7 +25,7 @@ struct Agreement {
   /// The rule by which a site is quantized. A block of FP8 longer than the site's rows is a row.
   Quantizer rule(Site site) const;
 
-  /// Bytes that one token leaves, over all places: the formula of records.md 1, audit tokens aside.
+  /// Bytes that one token leaves, over all places, audit tokens aside: docs/formats/record.md.
   std::int64_t bytes_per_token() const;
 };
 

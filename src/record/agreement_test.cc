@@ -71,16 +71,19 @@ TEST(Agreement, NothingIsAskedForThatNobodyWrites) {
   EXPECT_EQ(agreement.encoding({Layer{24}, Site::kRouter}), Encoding::kNone);
 }
 
-// R70: the layers of a side network have numbers past the backbone's, and no place of theirs is
-// one of the backbone's.
+// R70: the layers of a side network have numbers past the backbone's; nothing is recorded of them
+// and nothing replayed, wherever they were named.
 TEST(Agreement, R70_SideNetworksAreNotFollowed) {
   Agreement agreement = large();
   agreement.guide.replay_experts = true;
-  const Place backbone = {Layer{47}, Site::kW13In};
-  const Place side = {Layer{48}, Site::kW13In};
-  EXPECT_NE(backbone, side);
-  EXPECT_EQ(agreement.encoding(backbone), Encoding::kLsb);
-  EXPECT_EQ(agreement.encoding(side), Encoding::kNone);
+  agreement.guide.layers = LayerSet::range(0, 128);
+  agreement.guide.sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV};
+  for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV, Site::kRouter}) {
+    EXPECT_NE(agreement.encoding({Layer{47}, site}), Encoding::kNone);
+    for (const int side : {48, 49, 127, 128, 1000, -1}) {
+      EXPECT_EQ(agreement.encoding({Layer{side}, site}), Encoding::kNone) << side;
+    }
+  }
 }
 
 /// The lines of a document's ```rows blocks, by their first word.
