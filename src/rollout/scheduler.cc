@@ -182,9 +182,12 @@ std::int32_t Scheduler::admissible(const Waiting& waiting) {
   }
   if (trace_ != nullptr) {
     const std::int64_t each = most_fed(waiting.request, waiting.scored) - prompt;
-    const std::int64_t bytes = record_bytes(prompt, prompt) + fitting * record_bytes(each, each);
-    held_back_ = !trace_->admits(promised_bytes() + bytes);
-    if (held_back_) return 0;
+    const std::int64_t before = promised_bytes() + record_bytes(prompt, prompt);
+    while (!trace_->admits(before + fitting * record_bytes(each, each))) {
+      held_back_ = !alone || fitting == 1;
+      if (held_back_) return 0;
+      --fitting;
+    }
   }
   return fitting;
 }

@@ -28,8 +28,8 @@ struct Chunk {
 
 class Scheduler {
  public:
-  /// What is asked for at first. A group is admitted as a whole, or, when it is larger than all
-  /// memory, as many of its samples as fit.
+  /// What is asked for at first. A group is admitted as a whole, or, when nothing else runs and it
+  /// is larger than all memory or than the room for records, as many of its samples as fit.
   struct Waiting {
     Request request;
     std::int64_t number = 0;        // of the request

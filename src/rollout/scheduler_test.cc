@@ -220,6 +220,41 @@ TEST(Scheduler, AFullStoreHoldsBackTheNextPromptAndNobodyElse) {
   EXPECT_EQ(s.finished.size(), 4u);
 }
 
+/// Room that comes and goes; records are never written.
+class Budget final : public TraceSink {
+ public:
+  void open(const Span&, ContractId) override {}
+  bool admits(std::int64_t bytes) const override {
+    asked.push_back(bytes);
+    return bytes <= budget;
+  }
+  void append(std::span<const TokenKey>, Rows<const std::byte>) override {}
+  void truncate(SpanId, std::int32_t) override {}
+  void seal(SpanId) override {}
+  std::int64_t budget = 0;
+  mutable std::vector<std::int64_t> asked;
+};
+
+TEST(Scheduler, AGroupWithMoreRecordsThanThereIsRoomForGoesInParts) {
+  Budget trace;
+  Simulation s(64, 0, {.page_tokens = 4}, &trace);
+  s.submit(1, 8, 5, 4);
+  EXPECT_EQ(s.pass(), 0);  // not even one sample has room
+  EXPECT_TRUE(s.scheduler().held_back());
+  ASSERT_EQ(trace.asked.size(), 5u);
+  const std::int64_t one = trace.asked[4], each = trace.asked[3] - one;
+  EXPECT_EQ(trace.asked[0], one + 4 * each);
+  trace.budget = one + 2 * each - 1;  // two of them
+  EXPECT_EQ(s.pass(), 8);
+  EXPECT_FALSE(s.scheduler().held_back());
+  EXPECT_EQ(s.pass(), 2);
+  s.submit(2, 8, 2, 4);  // who comes beside others waits as a whole
+  EXPECT_EQ(s.pass(), 2);
+  EXPECT_TRUE(s.scheduler().held_back());
+  s.run();
+  EXPECT_EQ(s.finished.size(), 7u);
+}
+
 TEST(Scheduler, TurnsAreCountedASampleAndEnd) {
   const Trajectory t = {.prompt = PromptId{5}, .tokens = {}};
   std::vector<Span> path = {{.id = span_id(3, PromptId{5}, -1, 0)},
