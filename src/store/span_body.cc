@@ -34,7 +34,8 @@ std::size_t copy_rows(std::span<const Run> runs, const std::byte* rows, std::int
 
 void Column::append(std::int32_t position, std::int32_t count, const std::byte* rows) {
   if (rows_ + count > capacity_) {
-    resize(std::max({rows_ + count, 2 * capacity_, std::int64_t{16}}));
+    // By an eighth: what is promised to a store counts rows, what it holds counts this.
+    resize(std::max(rows_ + count, capacity_ + std::max<std::int64_t>(capacity_ / 8, 8)));
   }
   std::memcpy(bytes_.get() + row_offset(rows_, row_bytes_), rows, row_offset(count, row_bytes_));
   if (position == end_ && !runs_.empty()) {
@@ -44,10 +45,6 @@ void Column::append(std::int32_t position, std::int32_t count, const std::byte* 
   }
   rows_ += count;
   end_ = position + count;
-}
-
-void Column::reserve(std::int64_t rows) {
-  if (rows > capacity_) resize(rows);
 }
 
 void Column::truncate(std::int32_t position) {

@@ -49,11 +49,9 @@ class Column {
   std::int64_t bytes() const { return rows_ * row_bytes_; }
   std::int64_t capacity_bytes() const { return capacity_ * row_bytes_; }
 
-  /// Keeps `count` rows of consecutive positions. Requires position >= end().
+  /// Keeps `count` rows of consecutive positions. Requires position >= end(). What it takes of
+  /// memory stays within an eighth, and 8 rows, of what the rows need.
   void append(std::int32_t position, std::int32_t count, const std::byte* rows);
-
-  /// Makes room for so many rows in all.
-  void reserve(std::int64_t rows);
 
   /// Forgets rows from `position` on.
   void truncate(std::int32_t position);

@@ -102,8 +102,6 @@ void Store::Impl::append_run(Entry& entry, std::size_t number, std::int32_t posi
   const std::int64_t before = column.capacity_bytes();
   if (!column.made()) {
     column = Column(rows.place, rows.layout);
-    if (number < typical_rows.size())
-      column.reserve(std::max<std::int64_t>(typical_rows[number], count));
   } else {
     require_layout(column.layout(), rows.layout, rows.place);
   }
@@ -293,11 +291,7 @@ void Store::seal(SpanId span) {
   const std::lock_guard lock(s.mutex);
   Entry& entry = s.open_entry(span, "sealing");
   Body& body = *entry.body;
-  s.typical_rows.resize(s.schema.size());
-  for (std::size_t i = 0; i < body.columns.size(); ++i) {
-    body.columns[i].shrink();
-    s.typical_rows[i] = (3 * s.typical_rows[i] + body.columns[i].rows()) / 4;
-  }
+  for (Column& column : body.columns) column.shrink();
   const std::int64_t bytes = body.capacity_bytes();
   s.ram_used += bytes - entry.body_bytes;
   entry.body_bytes = bytes;

@@ -88,8 +88,6 @@ struct Store::Impl {
   std::condition_variable done_cv;  // something was done
   Entries spans;
   Schema schema;
-  std::vector<std::int64_t>
-      typical_rows;  // by column, of spans sealed lately: what to make room for
   std::vector<std::pair<SpanId, Entry*>> recent;  // by place in a batch: who was there last
   std::int64_t ram_used = 0;
   std::int64_t clean_bytes = 0;  // of it, in bodies that are on disk too
