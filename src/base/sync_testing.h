@@ -11,12 +11,12 @@
 #include <string>
 #include <utility>
 
-namespace lockstep::testing {
+namespace lockstep {
 
-class Synced {
+class SyncedFiles {
  public:
-  static Synced& all() {
-    static Synced synced;
+  static SyncedFiles& all() {
+    static SyncedFiles synced;
     return synced;
   }
 
@@ -39,14 +39,14 @@ class Synced {
   std::set<std::string> names_;
 };
 
-}  // namespace lockstep::testing
+}  // namespace lockstep
 
 extern "C" int fsync(int descriptor) {
-  lockstep::testing::Synced::all().add(descriptor);
+  lockstep::SyncedFiles::all().add(descriptor);
   return static_cast<int>(::syscall(SYS_fsync, descriptor));
 }
 
 extern "C" int fdatasync(int descriptor) {
-  lockstep::testing::Synced::all().add(descriptor);
+  lockstep::SyncedFiles::all().add(descriptor);
   return static_cast<int>(::syscall(SYS_fdatasync, descriptor));
 }

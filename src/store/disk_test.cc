@@ -49,7 +49,7 @@ TEST(Disk, AFlushBringsFilesFoldersAndMarkersToTheDisk) {
   Folder outer;
   const std::filesystem::path folder = outer.path() / "trace";
   const std::string segment = folder / "000001.segment";
-  auto& synced = lockstep::testing::Synced::all();
+  auto& synced = SyncedFiles::all();
   Store store({.folder = folder});
   write_span(store, kA, 0, 30);
   write_span(store, kB, 0, 30);
