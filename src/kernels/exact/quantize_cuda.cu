@@ -342,7 +342,8 @@ void quantize_cuda(const QuantizeArgs& args, Stream stream) {
     cuda::require(cudaMemsetAsync(p.global, 0, sizeof(float), order), "cudaMemsetAsync");
   }
   if (p.rows > 0) {
-    if (whole) f32 ? launch_amax<float>(p, device, order) : launch_amax<Bf16>(p, device, order);
+    if (whole && f32) launch_amax<float>(p, device, order);
+    if (whole && !f32 && !amax_lanes(p, device, stream)) launch_amax<Bf16>(p, device, order);
     if (f32) {
       launch<float>(p, device, order);
     } else if (p.rule.block_rows > 1 || !quantize_lanes(p, stream)) {

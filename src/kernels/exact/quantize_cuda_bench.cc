@@ -12,7 +12,7 @@ using cuda::BenchCase;
 
 /// One set of inputs and outputs for each rotation.
 struct Set {
-  Buffer x, codes, scales, global, records, amax;
+  Buffer x, codes, scales, global, records;
 };
 
 struct Shape {
@@ -31,9 +31,10 @@ double bytes_of(const Shape& shape, const Quantizer& rule, const RowLayout& layo
 }
 
 BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape& shape,
-                        const Quantizer& rule, Encoding encoding, bool amax_given = false) {
-  const RowLayout layout = {encoding, static_cast<std::int32_t>(shape.cols), rule.block,
-                            rule.is_mx() ? 0 : 1};
+                        const Quantizer& rule, Encoding encoding, std::int32_t slots = 1) {
+  const RowLayout layout = {encoding, static_cast<std::int32_t>(shape.cols) * slots, rule.block,
+                            rule.is_mx() ? 0 : slots};
+  const std::int64_t tokens = shape.rows / slots;
   const double bytes = bytes_of(shape, rule, layout);
   const int sets = Bench::sets_of(bytes);
   auto all = std::make_shared<std::vector<Set>>();
@@ -45,15 +46,10 @@ BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape
     set.codes = Buffer(device, shape.rows * shape.cols / 2);
     set.scales = Buffer(device, shape.rows * shape.cols / rule.block);
     set.global = Buffer(device, shape.rows * 4);
-    set.records = Buffer(device, shape.rows * layout.bytes());
-    if (amax_given) {
-      // Four standard deviations and a half: what a row of normal numbers has.
-      const std::vector<float> amax(static_cast<std::size_t>(shape.rows), 4.5f);
-      set.amax = to_device(amax, device);
-    }
+    set.records = Buffer(device, tokens * layout.bytes());
     all->push_back(std::move(set));
   }
-  const auto launch = [all, shape, rule, layout, device](int i, Stream stream) {
+  const auto launch = [all, shape, tokens, rule, layout, device](int i, Stream stream) {
     const Set& set = (*all)[static_cast<std::size_t>(i)];
     const auto [rows, cols] = shape;
     QuantizeArgs args{
@@ -65,13 +61,13 @@ BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape
                  {cols / rule.block, 1},
                  device},
                 {}}};
-    if (rule.global != GlobalScale::kNone)
+    if (rule.global != GlobalScale::kNone) {
       args.out.global = {set.global.as<float>(), {rows}, {1}, device};
-    if (set.amax.bytes() > 0) args.amax = {set.amax.as<float>(), {rows}, {1}, device};
+    }
     if (layout.encoding != Encoding::kNone) {
       args.layout = layout;
       args.records = {
-          set.records.as<std::uint8_t>(), {rows, layout.bytes()}, {layout.bytes(), 1}, device};
+          set.records.as<std::uint8_t>(), {tokens, layout.bytes()}, {layout.bytes(), 1}, device};
     }
     quantize(args, stream);
   };
@@ -79,19 +75,30 @@ BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape
 }
 
 void bench_quantize(Bench& bench) {
-  for (const Shape& shape :
-       {Shape{65536, 2048}, Shape{8192, 2048}, Shape{65536, 768}, Shape{64, 2048}}) {
-    bench.compare(
-        {quantize_case(bench, "quantize nvfp4", shape, kLockstep, Encoding::kNone),
-         quantize_case(bench, "quantize nvfp4, amax given", shape, kLockstep, Encoding::kNone,
-                       true),
-         quantize_case(bench, "quantize nvfp4 + compact", shape, kLockstep, Encoding::kLsb),
-         quantize_case(bench, "quantize nvfp4 + mod 4", shape, kLockstep, Encoding::kLsbScaleMod4),
-         quantize_case(bench, "quantize nvfp4 + full", shape, kLockstep, Encoding::kCodes)});
-    const Quantizer mx = mx_rule(ScaleRule::kMxRceil);
-    bench.compare({quantize_case(bench, "quantize mxfp4", shape, mx, Encoding::kNone),
-                   quantize_case(bench, "quantize mxfp4 + compact", shape, mx, Encoding::kLsb)});
+  const Quantizer mx = mx_rule(ScaleRule::kMxRceil);
+  Quantizer matrix = kLockstep;
+  matrix.global = GlobalScale::kPerTensor;
+  for (const Shape& shape : {Shape{65536, 2048}, Shape{8192, 2048}, Shape{65536, 768},
+                             Shape{16384, 8192}, Shape{64, 2048}}) {
+    const auto one = [&](const std::string& name, const Quantizer& rule, Encoding encoding,
+                         std::int32_t slots = 1) {
+      return quantize_case(bench, "quantize " + name, shape, rule, encoding, slots);
+    };
+    std::vector<BenchCase> cases = {one("nvfp4", kLockstep, Encoding::kNone),
+                                    one("nvfp4 + compact", kLockstep, Encoding::kLsb),
+                                    one("nvfp4 + mod 4", kLockstep, Encoding::kLsbScaleMod4),
+                                    one("nvfp4 + full", kLockstep, Encoding::kCodes)};
+    if (shape.cols == 768) {
+      cases.push_back(one("nvfp4 + compact, 8 slots", kLockstep, Encoding::kLsb, 8));
+    }
+    bench.compare(cases);
+    bench.compare({one("mxfp4", mx, Encoding::kNone), one("mxfp4 + compact", mx, Encoding::kLsb)});
   }
+  // Weights: an amax over the matrix first, which is another read.
+  BenchCase weights =
+      quantize_case(bench, "quantize nvfp4 per matrix", {98304, 2048}, matrix, Encoding::kNone);
+  weights.bytes += 2.0 * 98304 * 2048;
+  bench.run(weights);
 }
 
 const cuda::BenchEntry kQuantize("quantize", bench_quantize);

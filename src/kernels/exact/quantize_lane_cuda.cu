@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
 #include "kernels/exact/quantize_params.h"
 #include "kernels/exact/sixteen_cuda.h"
 
@@ -13,12 +14,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMostWarps = 16;  // of a long row
 
+/// What a kernel is compiled for.
+enum class Record { kNone, kBits, kOther };  // kBits: kLsb and kLsbScaleMod4
+
 /// Numbers of the rule that are the same for all rows.
 struct Lane {
   QuantizeParams p;
   std::uint32_t above;  // MXFP4: the mantissa, of seven bits, from above which the scale is doubled
   std::int32_t blocks;  // of sixteen elements, in a row
-  std::int32_t fill;    // MXFP4: lanes that share a scale
 };
 
 /// The n of a row's global scale.
@@ -56,58 +59,94 @@ __device__ inline void add_counts(const QuantizeParams& p, const Counts& counts)
   add_to(p, kNonfiniteRows, counts.nonfinite);
 }
 
-/// Where a row's record begins, and which of its slots the row is.
+/// Where a lane's first sixteen goes in its row's record: what else it has lies at multiples of the
+/// row's lanes behind.
 struct Place {
-  std::uint8_t* record = nullptr;
-  std::int32_t slot = 0;
+  std::uint8_t* elements = nullptr;
+  std::uint8_t* scales = nullptr;
+  std::uint8_t* exponent = nullptr;
 };
 
-__device__ inline Place place_of(const QuantizeParams& p, std::uint32_t row) {
-  if (p.slots == 1) return {p.records + row * p.records_stride, 0};
-  const std::uint32_t group = row / static_cast<std::uint32_t>(p.slots);
-  return {p.records + group * p.records_stride,
-          static_cast<std::int32_t>(row - group * static_cast<std::uint32_t>(p.slots))};
-}
-
-/// The part of a record that one block of sixteen gives. All lanes of the warp call it; `first`:
-/// the lane's block is the first of those that share its scale.
 template <bool kMx>
-__device__ inline void record_sixteen(const Lane& lane, const Place& place, std::int32_t block,
-                                      bool there, bool first, uint2 codes, std::uint32_t byte) {
+__device__ inline Place place_of(const Lane& lane, std::uint32_t row, std::uint32_t within) {
   const QuantizeParams& p = lane.p;
   const RowLayout& layout = p.layout;
-  const std::int32_t at = place.slot * lane.blocks + block;  // sixteens of the record
-  if (there && layout.encoding == Encoding::kCodes) {
-    std::uint8_t* to = place.record + at * 8;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+  std::uint32_t group = row;
+  std::int32_t slot = 0;
+  if (p.slots != 1) {
+    group = row / static_cast<std::uint32_t>(p.slots);
+    slot = static_cast<std::int32_t>(row - group * static_cast<std::uint32_t>(p.slots));
+  }
+  std::uint8_t* record = p.records + group * p.records_stride;
+  const bool codes = layout.encoding == Encoding::kCodes;
+  const bool mod4 = layout.encoding == Encoding::kLsbScaleMod4;
+  const std::int32_t sixteen = slot * lane.blocks + static_cast<std::int32_t>(within);
+  const std::int32_t scale = kMx ? sixteen / 2 : sixteen;
+  return {record + sixteen * (codes ? 8 : 2),
+          record + layout.element_bytes() + (mod4 ? scale / 4 : scale),
+          record + layout.bytes() - layout.exponent_bytes() + slot};
+}
+
+/// Eight bytes of codes a lane, wherever they begin: whole words, each half a lane's and half that
+/// of the lane before; the region's ends in bytes. `first` and `last` lane of it. All lanes of the
+/// warp call it.
+__device__ inline void store_codes(std::uint8_t* to, uint2 codes, bool there, bool first,
+                                   bool last) {
+  const std::uint32_t before = __shfl_up_sync(0xFFFFFFFFu, codes.y, 1);
+  if (!there) return;
+  const auto over = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(to) & 3u);
+  auto* words = reinterpret_cast<std::uint32_t*>(to - over);
+  words[1] = __funnelshift_l(codes.x, codes.y, 8 * over);
+  if (over == 0 || !first) {
+    words[0] = __funnelshift_l(before, codes.x, 8 * over);
+  } else {
+    for (std::uint32_t i = 0; i < 4 - over; ++i) {
       to[i] = static_cast<std::uint8_t>(codes.x >> (8 * i));
-      to[i + 4] = static_cast<std::uint8_t>(codes.y >> (8 * i));
     }
-  } else if (there && layout.encoding != Encoding::kScale) {
+  }
+  if (!last) return;
+  for (std::uint32_t i = 8 - over; i < 8; ++i) {
+    to[i] = static_cast<std::uint8_t>(codes.y >> (8 * (i - 4)));
+  }
+}
+
+/// What one block of sixteen gives to a record. `step`: its distance from the lane's first, in
+/// sixteens. All lanes of the warp call it; `first`: the block is the first that has its scale.
+template <bool kMx, Record kRecord>
+__device__ inline void record_sixteen(const Lane& lane, const Place& place, std::int32_t step,
+                                      std::uint32_t within, std::uint32_t width, bool there,
+                                      bool first, uint2 codes, std::uint32_t byte) {
+  constexpr std::int32_t kFill = kMx ? 2 : 1;  // sixteens that share a scale
+  const Encoding encoding = lane.p.layout.encoding;
+  if constexpr (kRecord == Record::kBits) {
     const std::uint32_t plane = lsb_plane(codes);
-    place.record[at * 2] = static_cast<std::uint8_t>(plane);
-    place.record[at * 2 + 1] = static_cast<std::uint8_t>(plane >> 8);
+    if (there) {
+      place.elements[step * 2] = static_cast<std::uint8_t>(plane);
+      place.elements[step * 2 + 1] = static_cast<std::uint8_t>(plane >> 8);
+    }
+    if (encoding == Encoding::kLsbScaleMod4) {
+      // Four residues a byte: those of four scales in lanes that follow each other, since rows
+      // hold whole fours.
+      const std::uint32_t at = within / kFill & 3u;
+      std::uint32_t residues = (byte & 3u) << (2 * at);
+      residues |= __shfl_xor_sync(0xFFFFFFFFu, residues, kFill);
+      residues |= __shfl_xor_sync(0xFFFFFFFFu, residues, 2 * kFill);
+      if (there && first && at == 0) {
+        place.scales[step / (4 * kFill)] = static_cast<std::uint8_t>(residues);
+      }
+      return;
+    }
+  } else if (encoding == Encoding::kCodes) {
+    const auto last =
+        static_cast<std::int32_t>(min(width, static_cast<std::uint32_t>(lane.blocks - step)) - 1);
+    store_codes(place.elements + step * 8, codes, there, within % 32 == 0,
+                static_cast<std::int32_t>(within) == last || within % 32 == 31);
   }
-  std::uint8_t* scales = place.record + layout.element_bytes();
-  const std::int32_t scale_at = kMx ? at / lane.fill : at;
-  if (layout.encoding != Encoding::kLsbScaleMod4) {
-    if (there && first) scales[scale_at] = static_cast<std::uint8_t>(byte);
-    return;
-  }
-  // Four residues a byte: those of four scales that follow each other in lanes, since rows hold
-  // whole fours.
-  std::uint32_t residues = (byte & 3u) << (2 * (scale_at & 3));
-  for (std::int32_t step = lane.fill; step < 4 * lane.fill; step *= 2) {
-    residues |= __shfl_xor_sync(0xFFFFFFFFu, residues, step);
-  }
-  if (there && first && (scale_at & 3) == 0) {
-    scales[scale_at / 4] = static_cast<std::uint8_t>(residues);
-  }
+  if (there && first) place.scales[step / kFill] = static_cast<std::uint8_t>(byte);
 }
 
 /// A row of kLanes lanes with kChunks sixteens each; with kWide the row of a block of threads.
-template <bool kMx, bool kRecord, int kLanes, int kChunks, bool kWide>
+template <bool kMx, Record kRecord, int kLanes, int kChunks, bool kWide>
 __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
     quantize_lane_kernel(const __grid_constant__ Lane lane) {
   const QuantizeParams& p = lane.p;
@@ -115,15 +154,17 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
   const std::uint32_t width = kWide ? blockDim.x : kLanes;
   const std::uint32_t row = kWide ? blockIdx.x : (blockIdx.x * kThreads + thread) / kLanes;
   const std::uint32_t within = kWide ? thread : thread % kLanes;
-  const bool row_there = row < p.rows;
-  const auto* x = static_cast<const Bf16*>(p.x) + row * p.x_stride;
+  // How many of the lane's sixteens are there: c * width + within < blocks.
+  const std::int32_t mine =
+      row < p.rows ? lane.blocks - static_cast<std::int32_t>(within) : std::int32_t{0};
+  const auto is_there = [&](int c) { return static_cast<std::int32_t>(c * width) < mine; };
+  const Bf16* x = static_cast<const Bf16*>(p.x) + row * p.x_stride + within * 16;
 
   Sixteen chunks[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const auto block = static_cast<std::int32_t>(c * width + within);
     chunks[c] = Sixteen{};
-    if (row_there && block < lane.blocks) chunks[c] = load_sixteen(x + block * 16);
+    if (is_there(c)) chunks[c] = load_sixteen(x + c * width * 16);
   }
 
   std::uint32_t most[kChunks];
@@ -162,21 +203,20 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
   constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
 
   Place place;
-  if constexpr (kRecord) place = place_of(p, row);
+  if constexpr (kRecord != Record::kNone) place = place_of<kMx>(lane, row, within);
   Counts counts;
-  std::uint8_t* codes_row = p.codes + row * p.codes_stride;
-  std::uint8_t* scales_row = p.scales + row * p.scales_stride;
+  const bool first = !kMx || within % 2 == 0;
+  std::uint8_t* codes_at = p.codes + row * p.codes_stride + within * 8;
+  std::uint8_t* scales_at = p.scales + row * p.scales_stride + (kMx ? within / 2 : within);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const auto block = static_cast<std::int32_t>(c * width + within);
-    const bool there = row_there && block < lane.blocks;
+    const bool there = is_there(c);
+    const auto step = static_cast<std::int32_t>(c * width);
     std::uint32_t byte;
     SixteenScale scale;
     bool lower = down;
     if constexpr (kMx) {
-      for (std::int32_t step = 1; step < lane.fill; step *= 2) {
-        most[c] = max(most[c], __shfl_xor_sync(0xFFFFFFFFu, most[c], step));
-      }
+      most[c] = max(most[c], __shfl_xor_sync(0xFFFFFFFFu, most[c], 1));
       const auto e = static_cast<std::int32_t>(most[c] >> 7) - 2 +
                      static_cast<std::int32_t>((most[c] & 0x7Fu) > lane.above);
       byte = static_cast<std::uint32_t>(min(max(e, 0), 252));
@@ -195,13 +235,12 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
       codes = {0, 0};
       byte = 0;
     }
-    const bool first = !kMx || block % lane.fill == 0;
     if (there) {
-      *reinterpret_cast<uint2*>(codes_row + block * 8) = codes;
-      if (first) scales_row[kMx ? block / lane.fill : block] = static_cast<std::uint8_t>(byte);
+      *reinterpret_cast<uint2*>(codes_at + step * 8) = codes;
+      if (first) scales_at[kMx ? step / 2 : step] = static_cast<std::uint8_t>(byte);
     }
-    if constexpr (kRecord) {
-      record_sixteen<kMx>(lane, place, block, there, first, codes, byte);
+    if constexpr (kRecord != Record::kNone) {
+      record_sixteen<kMx, kRecord>(lane, place, step, within, width, there, first, codes, byte);
     }
     if (p.counts != nullptr && there && first && finite) {
       ++counts.blocks;
@@ -213,21 +252,41 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
       }
     }
   }
-  if (within == 0 && row_there) {
+  if (within == 0 && row < p.rows) {
     counts.nonfinite = finite ? 0 : 1;
     if (p.nonfinite != nullptr) p.nonfinite[row * p.nonfinite_stride] = finite ? 0 : 1;
     if (p.global != nullptr && p.rule.global != GlobalScale::kPerTensor) {
       p.global[row * p.global_stride] = kMx ? 1.0f : power_of_two(n);
     }
-    if (kRecord && p.layout.exponent_bytes() > 0) {
-      place.record[p.layout.bytes() - p.layout.exponent_bytes() + place.slot] =
-          static_cast<std::uint8_t>(n);
+    if (kRecord != Record::kNone && p.layout.exponent_bytes() > 0) {
+      *place.exponent = static_cast<std::uint8_t>(n);
     }
   }
   if (p.counts != nullptr) add_counts<kMx>(p, counts);
 }
 
-template <bool kMx, bool kRecord, int kLanes, int kChunks, bool kWide = false>
+/// The amax of the finite rows into *global, which began as 0, a warp a row.
+__global__ void __launch_bounds__(kThreads)
+    quantize_lane_amax_kernel(const __grid_constant__ Lane lane) {
+  const QuantizeParams& p = lane.p;
+  const std::uint32_t within = threadIdx.x % 32;
+  std::uint32_t most = 0;
+  for (std::int64_t row = (blockIdx.x * kThreads + threadIdx.x) / 32; row < p.rows;
+       row += gridDim.x * (kThreads / 32)) {
+    const Bf16* x = static_cast<const Bf16*>(p.x) + row * p.x_stride;
+    std::uint32_t amax = 0;
+#pragma unroll 4
+    for (std::int32_t j = static_cast<std::int32_t>(within); j < lane.blocks; j += 32) {
+      amax = max(amax, abs_max_bits(load_sixteen(x + std::int64_t{j} * 16)));
+    }
+    amax = __reduce_max_sync(0xFFFFFFFFu, amax);
+    if (amax < 0x7F80u) most = max(most, amax);
+  }
+  // Floats that are not negative are ordered as their bits are.
+  if (within == 0) atomicMax(reinterpret_cast<unsigned int*>(p.global), most << 16);
+}
+
+template <bool kMx, Record kRecord, int kLanes, int kChunks, bool kWide = false>
 void launch(const Lane& lane, unsigned int threads, cudaStream_t stream) {
   const std::int64_t rows_each = kWide ? 1 : kThreads / kLanes;
   const auto grid = static_cast<unsigned int>((lane.p.rows + rows_each - 1) / rows_each);
@@ -235,16 +294,27 @@ void launch(const Lane& lane, unsigned int threads, cudaStream_t stream) {
   cuda::require_launch("quantize_lane_kernel");
 }
 
-template <bool kMx, bool kRecord>
+template <bool kMx, Record kRecord>
 void launch_for(const Lane& lane, cudaStream_t stream) {
   const std::int32_t blocks = lane.blocks;
   if (blocks <= 8) return launch<kMx, kRecord, 8, 1>(lane, kThreads, stream);
   if (blocks <= 16) return launch<kMx, kRecord, 16, 1>(lane, kThreads, stream);
   if (blocks <= 32) return launch<kMx, kRecord, 32, 1>(lane, kThreads, stream);
+  if (blocks <= 48) return launch<kMx, kRecord, 16, 3>(lane, kThreads, stream);
   if (blocks <= 64) return launch<kMx, kRecord, 32, 2>(lane, kThreads, stream);
   if (blocks <= 128) return launch<kMx, kRecord, 32, 4>(lane, kThreads, stream);
   const auto warps = static_cast<unsigned int>((blocks + 127) / 128);
   launch<kMx, kRecord, 32, 4, true>(lane, warps * 32, stream);
+}
+
+template <bool kMx>
+void launch_record(const Lane& lane, cudaStream_t stream) {
+  switch (lane.p.layout.encoding) {
+    case Encoding::kNone: return launch_for<kMx, Record::kNone>(lane, stream);
+    case Encoding::kLsb:
+    case Encoding::kLsbScaleMod4: return launch_for<kMx, Record::kBits>(lane, stream);
+    default: return launch_for<kMx, Record::kOther>(lane, stream);
+  }
 }
 
 template <typename Pointer>
@@ -260,13 +330,19 @@ bool knows(const QuantizeParams& p) {
       rule.four_over_six != FourOverSix::kOff) {
     return false;
   }
-  if (rule.is_mx()) return rule.block == 32 || rule.block == 16 || rule.block == 64;
+  if (rule.is_mx()) return rule.block == 32;
   if (rule.block != 16 || rule.scale_rule != ScaleRule::kExact || !rule.global_is_power_of_two ||
       rule.global == GlobalScale::kNone) {
     return false;
   }
   return rule.global != GlobalScale::kStatic ||
          (p.exponent >= kMinExponent && p.exponent <= kMaxExponent);
+}
+
+/// Whether rows lie where lanes can read them.
+bool fits(const QuantizeParams& p) {
+  return p.rows < (std::int64_t{1} << 31) && p.cols >= 16 &&
+         aligned(static_cast<const char*>(p.x), p.x_stride * 2, 16);
 }
 
 std::uint32_t above(ScaleRule rule) {
@@ -283,11 +359,7 @@ std::uint32_t above(ScaleRule rule) {
 bool quantize_lanes(const QuantizeParams& p, Stream stream) {
   const RowLayout& layout = p.layout;
   const std::int64_t blocks = p.cols / 16;
-  if (!knows(p) || p.rows >= (std::int64_t{1} << 31) || blocks == 0 || blocks > kMostWarps * 128) {
-    return false;
-  }
-  if (!aligned(static_cast<const char*>(p.x), p.x_stride * 2, 16) ||
-      !aligned(p.codes, p.codes_stride, 8)) {
+  if (!knows(p) || !fits(p) || blocks > kMostWarps * 128 || !aligned(p.codes, p.codes_stride, 8)) {
     return false;
   }
   const bool mod4 = layout.encoding == Encoding::kLsbScaleMod4;
@@ -295,14 +367,20 @@ bool quantize_lanes(const QuantizeParams& p, Stream stream) {
       (mod4 && p.cols / p.rule.block % 4 != 0)) {
     return false;
   }
-  Lane lane{p, above(p.rule.scale_rule), static_cast<std::int32_t>(blocks), p.rule.block / 16};
+  const Lane lane{p, above(p.rule.scale_rule), static_cast<std::int32_t>(blocks)};
   const cudaStream_t order = cuda::stream_of(stream);
-  const bool record = layout.encoding != Encoding::kNone;
-  if (p.rule.is_mx()) {
-    record ? launch_for<true, true>(lane, order) : launch_for<true, false>(lane, order);
-  } else {
-    record ? launch_for<false, true>(lane, order) : launch_for<false, false>(lane, order);
-  }
+  p.rule.is_mx() ? launch_record<true>(lane, order) : launch_record<false>(lane, order);
+  return true;
+}
+
+bool amax_lanes(const QuantizeParams& p, Device device, Stream stream) {
+  if (!fits(p) || p.cols % 16 != 0 || p.amax != nullptr) return false;
+  const Lane lane{p, 0, static_cast<std::int32_t>(p.cols / 16)};
+  const std::int64_t warps = kThreads / 32;
+  const auto grid = static_cast<unsigned int>(std::min<std::int64_t>(
+      (p.rows + warps - 1) / warps, std::int64_t{cuda::multiprocessors(device.index)} * 8));
+  quantize_lane_amax_kernel<<<grid, kThreads, 0, cuda::stream_of(stream)>>>(lane);
+  cuda::require_launch("quantize_lane_amax_kernel");
   return true;
 }
 

@@ -37,4 +37,7 @@ struct QuantizeParams {
 /// done, where rule, layout, alignment or the length of a row is another.
 bool quantize_lanes(const QuantizeParams& params, Stream stream);
 
+/// The amax of the finite rows of BF16 into *params.global, which began as 0; or false.
+bool amax_lanes(const QuantizeParams& params, Device device, Stream stream);
+
 }  // namespace lockstep::kernels
