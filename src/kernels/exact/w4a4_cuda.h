@@ -16,48 +16,60 @@ namespace lockstep::kernels::w4a4_device {
 
 inline constexpr int kChunk = 64;  // columns whose weights a warp takes at once
 inline constexpr int kBlocksInChunk = 4;
-inline constexpr int kChunkCodeBytes = 512;                   // of 16 outputs
-inline constexpr int kChunkBytes = 576;                       // with 64 scales
-inline constexpr std::uint32_t kLowMagnitudes = 0x03020100u;  // in half units
-inline constexpr std::uint32_t kHighMagnitudes = 0x0C080604u;
+inline constexpr int kChunkCodeBytes = 512;  // of 16 outputs
+inline constexpr int kChunkBytes = 576;      // with 64 scales
+
+/// The magnitudes of codes 0 to 3 in half units, in a register of its own: as a constant it would
+/// be moved to one before each use.
+__device__ inline std::uint32_t low_magnitudes() {
+  std::uint32_t low;
+  asm volatile("mov.b32 %0, 0x03020100;" : "=r"(low));
+  return low;
+}
 
 /// The low four codes of `codes` as bytes: magnitude where the code is positive, else 0. Where the
 /// selector's bit 3 is set, PRMT spreads the sign of the byte it chose, which is 0.
-__device__ inline std::uint32_t positive_magnitudes(std::uint32_t codes) {
+__device__ inline std::uint32_t positive_magnitudes(std::uint32_t low, std::uint32_t codes) {
   std::uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;"
-      : "=r"(bytes)
-      : "r"(kLowMagnitudes), "r"(kHighMagnitudes), "r"(codes));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(0x0C080604u), "r"(codes));
   return bytes;
 }
 
 /// Half units + 64 of four codes, unsigned bytes; `flipped` is the codes with their signs flipped.
-__device__ inline std::uint32_t raised_codes(std::uint32_t codes, std::uint32_t flipped) {
-  return positive_magnitudes(codes) + 0x40404040u - positive_magnitudes(flipped);
+__device__ inline std::uint32_t raised_codes(std::uint32_t low, std::uint32_t codes,
+                                             std::uint32_t flipped) {
+  return positive_magnitudes(low, codes) + 0x40404040u - positive_magnitudes(low, flipped);
 }
 
 /// Half units of four codes, signed bytes.
 __device__ inline std::uint32_t signed_codes(std::uint32_t codes) {
+  const std::uint32_t low = 0x03020100u;
   const std::uint32_t raised =
-      positive_magnitudes(codes) + 0x80808080u - positive_magnitudes(codes ^ 0x8888u);
+      positive_magnitudes(low, codes) + 0x80808080u - positive_magnitudes(low, codes ^ 0x8888u);
   return raised ^ 0x80808080u;
 }
 
-/// d += a b: 16 outputs by 8 columns over 16 codes. a: bytes 4 t .. 4 t + 3 of outputs g and g + 8
-/// (lane = 4 g + t), unsigned; b: the same bytes of column g, signed; d: columns 2 t, 2 t + 1 of
+/// d = c + a b: 16 outputs by 8 columns over 16 codes. a: bytes 4 t .. 4 t + 3 of outputs g and g +
+/// 8 (lane = 4 g + t), unsigned; b: the same bytes of column g, signed; d: columns 2 t, 2 t + 1 of
 /// outputs g and g + 8.
 __device__ inline void multiply_block(std::int32_t (&d)[4], std::uint32_t a0, std::uint32_t a1,
-                                      std::uint32_t b) {
+                                      std::uint32_t b, const int4& c) {
   asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b));
+      "{%7,%8,%9,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
 }
 
-/// s8 * 2^9 by the bits: 2^k (1 + m/8) for e > 0, and m where the scale is subnormal.
+/// s8 * 2^9 of an activation. As a float's exponent and mantissa the byte means s8 * 2^-120,
+/// subnormals included.
 __device__ inline std::int32_t scale_units(std::uint32_t byte) {
-  // As a float's exponent and mantissa the byte means s8 * 2^-120, subnormals included.
   return static_cast<std::int32_t>(__uint_as_float(byte << 20) * 0x1p120f * 0x1p9f);
+}
+
+/// A weight's scale as it lies in memory: s8 * 2^9 = m * 2^e, m in the low half, e in the high one.
+/// It takes fewer instructions to read than E4M3, which is what counts here.
+__device__ inline std::uint32_t stored_scale(std::uint32_t byte) {
+  return byte < 8 ? byte : (byte & 7u) + 8u + ((byte / 8u - 1u) << 4);
 }
 
 /// acc as the product's FP32.
@@ -66,14 +78,43 @@ __device__ inline float scaled_sum(std::int64_t acc, std::int32_t exponent) {
   return __ll2float_rn(acc) * power.first * power.second;
 }
 
-__device__ inline void copy_async_16(void* shared, const void* global) {
-  const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+__device__ inline std::uint32_t shared_address(const void* shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
-__device__ inline void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ inline void wait_async() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+
+/// One arrival a phase, by expect_bytes().
+__device__ inline void init_barrier(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+/// After the last init_barrier(), before copies are told of it.
+__device__ inline void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// Starts a copy of `bytes`, a multiple of 16, which ends the barrier's phase. One lane calls it.
+__device__ inline void copy_async(void* shared, const void* global, std::uint32_t bytes,
+                                  std::uint64_t* barrier) {
+  const std::uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(at)
+      : "memory");
+}
+
+__device__ inline void wait_for_copy(std::uint64_t* barrier, std::uint32_t parity) {
+  const std::uint32_t at = shared_address(barrier);
+  std::uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+  }
 }
 
 /// Adds over the four lanes of a quad; lane t keeps the sum of value[t].

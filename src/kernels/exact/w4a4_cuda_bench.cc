@@ -7,6 +7,7 @@
 #include "base/philox.h"
 #include "base/text.h"
 #include "device/cuda/bench.h"
+#include "kernels/exact/moe_w4a4.h"
 #include "kernels/exact/w4a4.h"
 #include "numerics/exponent.h"
 
@@ -114,7 +115,7 @@ void product(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_
 }
 
 void products(cuda::Bench& bench) {
-  for (const std::int64_t tokens : {1, 4, 8, 16, 32, 64, 128}) {
+  for (const std::int64_t tokens : {1, 8, 16, 64, 128}) {
     product(bench, "w4a4 w13", 2 * kWidth, kHidden, tokens, false);
     product(bench, "w4a4 w2", kHidden, kWidth, tokens, true);
   }
@@ -122,7 +123,63 @@ void products(cuda::Bench& bench) {
   product(bench, "w4a4 w2", kHidden, kWidth, 8192, true);
 }
 
+/// Both products, SwiGLU, quantization and combination of one layer.
+void decode(cuda::Bench& bench, std::int64_t tokens) {
+  const Device device = bench.device();
+  const Routes routes(tokens, 11);
+  const double bytes = static_cast<double>(routes.active) * 3 * kHidden * kWidth * 0.5625;
+  const int sets = cuda::Bench::sets_of(bytes);
+  const Weights gate_up(bench, 2 * kWidth, kHidden, sets, 5);
+  const Weights down(bench, kHidden, kWidth, sets, 6);
+  const std::int64_t items = tokens * kSlots;
+  const Input input(bench, tokens, kHidden, 7);
+  const Buffer offsets = to_device(routes.offsets, device);
+  const Buffer slot_of = to_device(routes.slot_of, device);
+  const Buffer row_of = to_device(routes.row_of, device);
+  const Buffer gates =
+      to_device(std::vector<float>(static_cast<std::size_t>(items), 0.125f), device);
+  const Buffer up(device, items * 2 * kWidth * 4);
+  const Buffer codes(device, items * kWidth / 2);
+  const Buffer scales(device, items * kWidth / 16);
+  const Buffer global(device, items * 4);
+  const Buffer y(device, items * kHidden * 4);
+  const Buffer out(device, tokens * kHidden * 2);
+  const Buffer counters(device, 4 * moe_w4a4_counters(tokens, kSlots, kExperts, kHidden));
+  fill_bytes(counters.as<void>(), device, 0, counters.bytes());
+  cuda::BenchCase one;
+  one.name = "moe w4a4, both products";
+  one.size = cat({"B ", tokens, ", ", routes.active, " experts"});
+  one.bytes = bytes;
+  one.flop = 6.0 * static_cast<double>(items) * kHidden * kWidth;
+  one.floor = cuda::Floor::kRead;
+  one.sets = sets;
+  one.launch = [&](int set, Stream stream) {
+    const auto at = static_cast<std::size_t>(set);
+    moe_w4a4({.a = input.view,
+              .gate_up = gate_up.view[at],
+              .down = down.view[at],
+              .offsets = view_of(offsets),
+              .rows_of = view_of(row_of),
+              .slots_of = view_of(slot_of),
+              .gates = {gates.as<const float>(), {tokens, kSlots}, {kSlots, 1}, device},
+              .up = {up.as<float>(), {items, 2 * kWidth}, {2 * kWidth, 1}, device},
+              .w2_in = {{codes.as<std::uint8_t>(), {items, kWidth / 2}, {kWidth / 2, 1}, device},
+                        {scales.as<std::uint8_t>(), {items, kWidth / 16}, {kWidth / 16, 1}, device},
+                        {global.as<float>(), {items}, {1}, device}},
+              .y = {y.as<float>(), {items, kHidden}, {kHidden, 1}, device},
+              .out = {out.as<Bf16>(), {tokens, kHidden}, {kHidden, 1}, device},
+              .counters = counters.as<std::int32_t>()},
+             stream);
+  };
+  bench.run(one);
+}
+
+void decodes(cuda::Bench& bench) {
+  for (const std::int64_t tokens : {1, 2, 4, 8, 16, 32, 64, 128}) decode(bench, tokens);
+}
+
 const cuda::BenchEntry entry("w4a4", products);
+const cuda::BenchEntry decode_entry("moe", decodes);
 
 }  // namespace
 }  // namespace lockstep::kernels

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "kernels/dense/grouped_product.h"
+
+namespace lockstep::kernels {
+
+/// The arguments have been checked; there are items and outputs.
+void grouped_product_cuda(const GroupedProductArgs& args, Stream stream);
+
+}  // namespace lockstep::kernels
