@@ -42,7 +42,7 @@ class Rows {
         const std::int64_t j = first / block;
         const auto& scales = args_.codes.scales;
         const std::uint8_t byte = scales.data[row / rule.block_rows * scales.stride[0] + j];
-        if (byte > 0xFE) throw_damaged(row, j, byte, 0xFE);
+        if (byte > most_) throw_damaged(row, j, byte, most_);
         factor = decode_factor(rule, byte, whole);
       }
       for (std::int64_t i = first; i < std::min(cols, first + block); ++i) {
@@ -68,11 +68,8 @@ class Rows {
     const float whole = global(row);
     const std::uint8_t* scales = args_.codes.scales.data + row * args_.codes.scales.stride[0];
     const std::uint8_t* codes = args_.codes.codes.data + row * args_.codes.codes.stride[0];
-    const std::uint8_t most = args_.rule.is_mx() ? 0xFE : kE4m3Max;
     for (std::int64_t j = 0; j < blocks; ++j) {
-      if (scales[j] > most) {
-        throw_damaged(row, j, scales[j], most);
-      }
+      if (scales[j] > most_) throw_damaged(row, j, scales[j], most_);
       // The sixteen values there are in the block, so that an element is a lookup.
       const float factor = decode_factor(args_.rule, scales[j], whole);
       std::array<float, 16> values{};
@@ -100,13 +97,10 @@ class Rows {
   }
 
   const DequantizeArgs& args_;
+  std::uint8_t most_ = most_scale_byte(args_.rule);
 };
 
-}  // namespace
-
-void dequantize(const DequantizeArgs& args, Stream stream) {
-  const std::int64_t rows = args.codes.codes.shape[0];
-  const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
+void check(const DequantizeArgs& args, std::int64_t rows, std::int64_t cols) {
   const auto fits = [&](const auto& view) {
     return view.empty() || (view.shape[0] == rows && view.shape[1] == cols);
   };
@@ -115,6 +109,10 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
   }
   const Quantizer& rule = args.rule;
   const bool scaled = rule.scale != ScaleFormat::kNone;
+  if (!rule.quantizes() || (!scaled && !rule.is_wide())) {
+    throw Error(cat({"dequantize: rule.element is ", name_of(rule.element), ", rule.scale is ",
+                     name_of(rule.scale), "; e2m1 codes need e4m3 or e8m0 scales"}));
+  }
   if (scaled && (args.codes.scales.shape[0] != rule.scale_rows(rows) ||
                  args.codes.scales.shape[1] != rule.scale_cols(cols) ||
                  (!rule.is_wide() && cols % rule.block != 0))) {
@@ -130,7 +128,27 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
       elsewhere(args.bf16) || elsewhere(args.f32)) {
     throw Error("dequantize: codes, scales, global scale and outputs must be on one device");
   }
-  if (device.kind == Device::Kind::kCuda) {
+  const auto contiguous = [](const auto& view) {
+    return view.empty() || view.stride[1] == 1 || view.shape[1] <= 1;
+  };
+  if (!contiguous(args.codes.codes) || !contiguous(args.codes.scales) || !contiguous(args.bf16) ||
+      !contiguous(args.f32)) {
+    throw Error("dequantize: codes, scales and values must be contiguous along a row");
+  }
+  const auto& global = args.codes.global;
+  if (!global.empty() && global.shape[0] != rows && global.shape[0] != 1) {
+    throw Error(
+        cat({"dequantize: global is [", global.shape[0], "], must be [", rows, "], [1] or empty"}));
+  }
+}
+
+}  // namespace
+
+void dequantize(const DequantizeArgs& args, Stream stream) {
+  const std::int64_t rows = args.codes.codes.shape[0];
+  const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
+  check(args, rows, cols);
+  if (args.codes.codes.device.kind == Device::Kind::kCuda) {
     if constexpr (build::has_cuda) return dequantize_cuda(args, stream);
     throw Error("dequantize: the codes are on a CUDA device, this build has no CUDA backend");
   }

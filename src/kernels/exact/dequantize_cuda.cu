@@ -34,7 +34,7 @@ __device__ inline float factor_of(const Params& p, std::uint32_t row, std::uint3
   const std::uint32_t band =
       p.rule.block_rows == 1 ? row : row / static_cast<std::uint32_t>(p.rule.block_rows);
   const std::uint8_t byte = p.scales[band * p.scales_stride + block];
-  if (byte > (p.rule.is_mx() ? 0xFE : kE4m3Max)) return float_of(0x7FC00000u);
+  if (byte > most_scale_byte(p.rule)) return float_of(0x7FC00000u);
   return decode_factor(p.rule, byte, whole);
 }
 

@@ -10,6 +10,7 @@
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/packed_matrix.h"
 #include "kernels/exact/quantize.h"
+#include "kernels/exact/quantize_rows.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -82,8 +83,8 @@ TEST_P(Metric, TakesTheMapThatLosesLessForEveryMantissa) {
   EXPECT_GT(sixes, 300);
 }
 
-// R04: a tie takes six, and a block of zeros has neither scale nor map.
-TEST_P(Metric, R04_ATieTakesSixAndZerosTakeNothing) {
+// R12: a tie takes six, and a block of zeros has neither scale nor map.
+TEST_P(Metric, R12_ATieTakesSixAndZerosTakeNothing) {
   const Quantizer rule = four_over_six(kLockstep, GetParam());
   // 12 is 6 * 2 and 4 * 3; row maxima fix n at 0.
   std::vector<Bf16> x(48, Bf16{0});
@@ -92,6 +93,58 @@ TEST_P(Metric, R04_ATieTakesSixAndZerosTakeNothing) {
   const std::vector<std::uint8_t> scales = scales_of(x, 1, 48, rule);
   EXPECT_EQ(scales,
             (std::vector<std::uint8_t>{bits_of(to_e4m3(256.0f)), bits_of(to_e4m3(2.0f)), 0}));
+}
+
+// R12: blocks in which the two maps lose the same, and their neighbours in which one element is one
+// BF16 number further: the difference is then the least there can be, and it decides alike in the
+// definition and in every backend.
+TEST_P(Metric, R12_NearTiesAreDecidedExactlyByEveryBackend) {
+  const Quantizer rule = four_over_six(kLockstep, GetParam());
+  std::vector<Bf16> x;
+  int ties = 0, fours = 0, sixes = 0;
+  std::vector<std::uint8_t> expected;
+  for (std::uint64_t trial = 0; trial < 100; ++trial) {
+    // Block 0 fixes n at 0; block 1's maximum is 12, for which both scales are E4M3 numbers.
+    std::vector<Bf16> row(32, Bf16{0});
+    row[0] = to_bf16(1536.0f);
+    Bf16* block = row.data() + 16;
+    block[0] = to_bf16(12.0f);
+    for (std::uint64_t i = 1; i < 16; ++i) {
+      block[i] = to_bf16(
+          12.0f * static_cast<float>(philox(trial, philox_counter(i, 9, 0))[0] % 97) / 96.0f);
+    }
+    const auto difference = [&](std::uint16_t bits) {
+      block[1] = static_cast<Bf16>(bits);
+      return loss(block, 2.0, GetParam()) - loss(block, 3.0, GetParam());  // above 0: four
+    };
+    // Where the sign changes while one element runs through the BF16 numbers from 0.5 to 12.
+    Wide before = difference(0x3F00);
+    for (std::uint16_t bits = 0x3F01; bits <= 0x4140; ++bits) {
+      const Wide now = difference(bits);
+      if ((before > 0) != (now > 0)) {
+        for (const int back : {1, 0}) {
+          const Wide d = difference(static_cast<std::uint16_t>(bits - back));
+          (d > 0 ? fours : d < 0 ? sixes : ties) += 1;
+          x.insert(x.end(), row.begin(), row.end());
+          expected.push_back(bits_of(to_e4m3(d > 0 ? 3.0f : 2.0f)));
+        }
+      }
+      before = now;
+    }
+  }
+  EXPECT_GT(ties, 5);
+  EXPECT_GT(fours, 25);
+  EXPECT_GT(sixes + ties, 25);  // under the mean error a near tie below zero is mostly a tie
+  const auto rows = static_cast<std::int64_t>(expected.size());
+  const std::vector<std::uint8_t> scales = scales_of(x, rows, 32, rule);
+  for (std::size_t r = 0; r < expected.size(); ++r) {
+    ASSERT_EQ(scales[2 * r + 1], expected[r]) << "row " << r;
+    std::vector<std::uint8_t> codes(16), own(2);
+    QuantizeCounts counts{};
+    encode_row<Bf16>({x.data() + 32 * r, 32, global_of_exponent(0), codes.data(), own.data()}, rule,
+                     counts);
+    ASSERT_EQ(own[1], expected[r]) << "row " << r << ", the definition";
+  }
 }
 
 TEST_P(Metric, LosesLessThanSixAloneUnderTheSameExponent) {
@@ -140,7 +193,7 @@ TEST(FourOverSix, TheMapIsWhatTheCodesSay) {
     ASSERT_EQ(byte >> (block % 8) & 1, four ? 1 : 0) << j;
     fours += four;
   }
-  EXPECT_GT(fours, 100);
+  EXPECT_GT(fours, 25);
 }
 
 TEST(FourOverSix, RefusesWhatItIsNotDefinedFor) {

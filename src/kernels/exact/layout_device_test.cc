@@ -64,7 +64,7 @@ TEST_P(LayoutOn, DequantizeIsCodeTimesFactorUnderEveryRule) {
       if (rule.is_wide()) {
         for (std::uint8_t& code : packed.codes) code &= 0xFD;  // no NaN
       }
-      packed.scales = random_bytes(packed.scales.size(), 2, rule.is_mx() ? 255 : kE4m3Max + 1);
+      packed.scales = random_bytes(packed.scales.size(), 2, most_scale_byte(rule) + 1);
       for (std::size_t i = 0; i < packed.global.size(); ++i) {
         const int n = static_cast<int>(i * 5 % 60) - 30;
         packed.global[i] = power_of_two(n) * (rule.global_is_power_of_two ? 1.0f : 1.37f);

@@ -92,6 +92,29 @@ void check_devices(const QuantizeArgs& args) {
   check(args.counts, "counts");
 }
 
+/// What has no columns: a number a row, or one of all rows.
+void check_vectors(const QuantizeArgs& args, std::int64_t rows) {
+  const auto& global = args.out.global;
+  const std::string_view kind = name_of(args.rule.global);
+  if (global.empty()) {
+    require(rows == 0 || args.rule.global == GlobalScale::kNone ||
+                args.rule.global == GlobalScale::kStatic,
+            {"quantize: out.global is empty, under a ", kind, " global scale it must not be"});
+  } else if (args.rule.global == GlobalScale::kPerToken) {
+    require(global.shape[0] == rows && (global.stride[0] != 0 || rows <= 1),
+            {"quantize: out.global is [", global.shape[0], "] of stride ", global.stride[0],
+             ", under a ", kind, " global scale it must be [", rows, "] and apart"});
+  } else {
+    require(global.shape[0] == rows || global.shape[0] == 1,
+            {"quantize: out.global is [", global.shape[0], "], must be [", rows, "] or [1]"});
+  }
+  require(args.nonfinite.empty() || args.nonfinite.shape[0] == rows,
+          {"quantize: nonfinite is [", args.nonfinite.shape[0], "], must be [", rows, "]"});
+  require(args.counts.empty() || args.counts.shape[0] == kNumQuantizeCounts,
+          {"quantize: counts is [", args.counts.shape[0], "], must be [", int{kNumQuantizeCounts},
+           "]"});
+}
+
 /// E4M3 elements: powers of two alone, in blocks or fixed.
 void check_wide(const Quantizer& rule) {
   require(rule.is_mx() || (rule.scale == ScaleFormat::kNone &&
@@ -125,6 +148,12 @@ void check(const QuantizeArgs& args) {
               (rule.scale_rule >= ScaleRule::kMxFloor && rule.scale_rule <= ScaleRule::kMxRceil),
           {"quantize: rule.scale_rule is ", name_of(rule.scale_rule), ", rule.scale is ",
            name_of(rule.scale), "; the mx rules and e8m0 belong together"});
+  require(!rule.is_mx() || rule.code_rule == CodeRule::kExact,
+          {"quantize: rule.code_rule is ", name_of(rule.code_rule),
+           ", which is of e4m3 scales; under e8m0 it must be exact"});
+  require(rule.scale_rule != ScaleRule::kGgml || rule.global == GlobalScale::kNone,
+          {"quantize: rule.scale_rule is ggml, which knows no global scale; rule.global is ",
+           name_of(rule.global)});
   require(
       rule.four_over_six == FourOverSix::kOff ||
           (rule.scale == ScaleFormat::kE4m3 && rule.scale_rule == ScaleRule::kExact &&
@@ -147,6 +176,7 @@ void check(const QuantizeArgs& args) {
   if (rule.scale != ScaleFormat::kNone) {
     require_shape(args.out.scales, "out.scales", rule.scale_rows(rows), rule.scale_cols(cols));
   }
+  check_vectors(args, rows);
   if (args.layout.encoding != Encoding::kNone) check_records(args, rows, cols);
 }
 
@@ -170,14 +200,17 @@ class Rows {
                    for (std::int64_t group = first; group < end; ++group) record(group, counts);
                    add(counts);
                  });
-    if (args_.rule.global == GlobalScale::kPerTensor) {
-      const std::int64_t rows = args_.out.global.shape[0];
-      for (std::int64_t i = 0; i < rows && !args_.out.global.empty(); ++i) put_global(i, whole_);
-    }
+    const auto& global = args_.out.global;
+    if (own_global() || global.empty()) return;
+    const std::int64_t apart = global.stride[0] == 0 ? 1 : global.shape[0];
+    for (std::int64_t i = 0; i < apart; ++i) put_global(i, global_of(0.0f));
   }
 
  private:
   const T* x(std::int64_t row) const { return x_.data + row * x_.stride[0]; }
+
+  /// Each row's is its own; else all have one, and one thread writes it.
+  bool own_global() const { return args_.rule.global == GlobalScale::kPerToken; }
 
   /// Inf where the row is not finite. Leaves the blocks' amaxes behind for the SIMD encoder.
   float amax_of(std::int64_t row) const {
@@ -245,9 +278,7 @@ class Rows {
       encode_row(simd_, row, args_.rule, amaxes_.data(), counts);
     }
     if (!args_.nonfinite.empty()) args_.nonfinite.data[index * args_.nonfinite.stride[0]] = !finite;
-    if (args_.rule.global != GlobalScale::kPerTensor && !args_.out.global.empty()) {
-      put_global(index, row.global);
-    }
+    if (own_global()) put_global(index, row.global);
     return row;
   }
 

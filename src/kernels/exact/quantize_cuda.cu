@@ -126,7 +126,7 @@ __device__ void quantize_row(const QuantizeParams& p, std::int64_t row, std::int
   if (threadIdx.x != 0) return;
   counts[kNonfiniteRows] += !finite;
   if (p.nonfinite != nullptr) p.nonfinite[row * p.nonfinite_stride] = finite ? 0 : 1;
-  if (p.global != nullptr && p.rule.global != GlobalScale::kPerTensor) {
+  if (row < p.globals && p.global != nullptr && p.rule.global != GlobalScale::kPerTensor) {
     p.global[row * p.global_stride] = stored_global(p.rule, global);
   }
   if (slot < kMostSlots) shared.exponents[slot] = static_cast<std::int8_t>(global.exponent);

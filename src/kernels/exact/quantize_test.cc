@@ -9,9 +9,11 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/isa.h"
 #include "kernels/exact/packed_matrix.h"
@@ -318,6 +320,149 @@ TEST(Quantize, MistakesAreNamed) {
             "quantize: out.codes is [1, 8], must be [1, 24]");
   EXPECT_EQ(message_of({.x = matrix(x, 1, 48), .rule = Quantizer{}}),
             "quantize: rule.element is bf16, which has no codes");
+}
+
+std::string message_of(const DequantizeArgs& args) {
+  try {
+    dequantize(args);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// A view that is too small would be written past its end. What a global scale is counted in cannot
+// be mistaken: its type says FP32, and any other number of them is refused.
+TEST(Quantize, R07_ViewsOfAnotherSizeAreNamed) {
+  std::vector<Bf16> x(4 * 32, to_bf16(1.0f));
+  Packed out(4, 32, 16);
+  std::array<float, 4> global{};
+  std::vector<std::uint8_t> flags(3);
+  std::vector<std::int64_t> counts(4);
+  QuantizeArgs args = {.x = matrix(x, 4, 32), .rule = kLockstep, .out = out.view()};
+  static_assert(std::is_same_v<decltype(args.out.global), TensorView<float, 1>>);
+  const auto with_global = [&](GlobalScale kind, TensorView<float, 1> view) {
+    QuantizeArgs with = args;
+    with.rule.global = kind;
+    with.out.global = view;
+    return message_of(with);
+  };
+  EXPECT_EQ(with_global(GlobalScale::kPerToken, {global.data(), {3}, {1}}),
+            "quantize: out.global is [3] of stride 1, under a per-token global scale it must be "
+            "[4] and apart");
+  EXPECT_EQ(with_global(GlobalScale::kPerToken, {global.data(), {4}, {0}}),
+            "quantize: out.global is [4] of stride 0, under a per-token global scale it must be "
+            "[4] and apart");
+  EXPECT_EQ(with_global(GlobalScale::kPerTensor, {}),
+            "quantize: out.global is empty, under a per-tensor global scale it must not be");
+  EXPECT_EQ(with_global(GlobalScale::kStatic, {global.data(), {5}, {1}}),
+            "quantize: out.global is [5], must be [4] or [1]");
+  for (const TensorView<float, 1> one : {TensorView<float, 1>{global.data(), {1}, {1}},
+                                         TensorView<float, 1>{global.data(), {4}, {0}}}) {
+    global = {-1, -1, -1, -1};
+    EXPECT_EQ(with_global(GlobalScale::kPerTensor, one), "");
+    EXPECT_EQ(with_global(GlobalScale::kStatic, one), "");
+    EXPECT_EQ(global, (std::array<float, 4>{1, -1, -1, -1}));
+  }
+  args.nonfinite = {flags.data(), {3}, {1}};
+  EXPECT_EQ(message_of(args), "quantize: nonfinite is [3], must be [4]");
+  args.nonfinite = {};
+  args.counts = {counts.data(), {4}, {1}};
+  EXPECT_EQ(message_of(args), "quantize: counts is [4], must be [5]");
+
+  std::vector<float> back(4 * 32);
+  DequantizeArgs worth = {.codes = out.view(), .rule = kLockstep, .f32 = matrix(back, 4, 32)};
+  worth.codes.global.shape = {3};
+  EXPECT_EQ(message_of(worth), "dequantize: global is [3], must be [4], [1] or empty");
+  worth.codes.global = {};
+  worth.rule.scale = ScaleFormat::kNone;
+  EXPECT_EQ(message_of(worth),
+            "dequantize: rule.element is e2m1, rule.scale is none; e2m1 codes need e4m3 or e8m0 "
+            "scales");
+}
+
+// R19: a rule for which there is no code is refused by name, in a build without assertions too; one
+// that is taken gives codes whose values are near the numbers. None gives zeros.
+TEST(Quantize, R19_WhatIsNotSupportedIsRefusedAndNeverZeros) {
+  std::vector<Bf16> x = random_values(4 * 128, 11, 0);
+  for (Bf16& value : x) {
+    if (to_float(value) == 0.0f) value = to_bf16(0.5f);
+  }
+  int taken = 0, refused = 0;
+  const auto attempt = [&](const Quantizer& rule) {
+    Packed out(4, 128, rule);
+    std::vector<float> back(x.size());
+    const std::string message = message_of({.x = matrix(x, 4, 128),
+                                            .rule = rule,
+                                            .exponent = -6,
+                                            .static_amax = 4.0f,
+                                            .out = out.view()});
+    if (!message.empty()) {
+      ++refused;
+      EXPECT_EQ(message.rfind("quantize: rule.", 0), 0u) << message;
+      return;
+    }
+    ++taken;
+    dequantize({.codes = out.view(), .rule = rule, .exponent = -6, .f32 = matrix(back, 4, 128)});
+    double lost = 0, all = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const double value = to_float(x[i]), d = static_cast<double>(back[i]) - value;
+      lost += d * d;
+      all += value * value;
+    }
+    EXPECT_LT(lost, 0.1 * all) << name_of(rule.element) << " " << name_of(rule.scale) << " "
+                               << name_of(rule.scale_rule) << " " << name_of(rule.code_rule) << " "
+                               << name_of(rule.global);
+  };
+  for (const Element element : {Element::kBf16, Element::kE4m3, Element::kE2m1}) {
+    for (const ScaleFormat scale : {ScaleFormat::kNone, ScaleFormat::kE4m3, ScaleFormat::kE8m0}) {
+      for (int order = 0; order <= static_cast<int>(ScaleRule::kGgml); ++order) {
+        for (const GlobalScale global : {GlobalScale::kNone, GlobalScale::kStatic,
+                                         GlobalScale::kPerTensor, GlobalScale::kPerToken}) {
+          for (int code = 0; code <= static_cast<int>(CodeRule::kTorchao); ++code) {
+            for (const bool power : {false, true}) {
+              attempt({.element = element,
+                       .block = scale == ScaleFormat::kE8m0 ? 32 : 16,
+                       .scale = scale,
+                       .scale_rule = static_cast<ScaleRule>(order),
+                       .code_rule = static_cast<CodeRule>(code),
+                       .global = global,
+                       .global_is_power_of_two = power});
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(taken, 100);
+  EXPECT_GT(refused, 1500);
+}
+
+// Every value of a scale that a quantizer writes is a finite BF16 number, and no other is taken.
+TEST(Dequantize, AScaleThatNoQuantizerWroteIsDamage) {
+  const Quantizer mxfp4 = mx_rule(ScaleRule::kMxRceil);
+  Quantizer mxfp8 = mxfp4;
+  mxfp8.element = Element::kE4m3;
+  for (const Quantizer& rule : {kLockstep, mxfp4, mxfp8}) {
+    Packed out(1, 32, rule);
+    std::fill(out.codes.begin(), out.codes.end(),
+              static_cast<std::uint8_t>(rule.is_wide() ? 0x7E : 0x77));
+    out.global[0] = 1.0f;
+    std::vector<float> back(32);
+    for (int byte = 0; byte < 256; ++byte) {
+      std::fill(out.scales.begin(), out.scales.end(), static_cast<std::uint8_t>(byte));
+      const std::string message =
+          message_of({.codes = out.view(), .rule = rule, .f32 = matrix(back, 1, 32)});
+      if (byte <= most_scale_byte(rule)) {
+        EXPECT_EQ(message, "");
+        EXPECT_TRUE(is_finite(to_bf16(back[31]))) << byte;
+      } else {
+        EXPECT_EQ(message,
+                  cat({"dequantize: the scale byte of row 0, block 0 is ", byte,
+                       ", must be at most ", int{most_scale_byte(rule)}, "; the data is damaged"}));
+      }
+    }
+  }
 }
 
 TEST(Quantize, R34_AWidthThatIsNoMultipleOfTheBlockIsRefused) {
