@@ -30,19 +30,26 @@ struct Unpacked {
   std::vector<std::int32_t> exponents;  // [rows, blocks]
   std::vector<std::int32_t> anchors;    // [rows]
 
-  Unpacked(const PackedView<const std::uint8_t>& packed, std::int64_t first, std::int64_t count)
+  /// Throws Error in the name `name` where a scale byte is damaged.
+  Unpacked(const PackedView<const std::uint8_t>& packed, const char* name, std::int64_t first,
+           std::int64_t count)
       : values(static_cast<std::size_t>(count * packed.codes.shape[1] * 2)),
         exponents(static_cast<std::size_t>(count * packed.scales.shape[1])),
         anchors(static_cast<std::size_t>(count), kNoBlock) {
-    for (std::int64_t r = 0; r < count; ++r) unpack(packed, first + r, r);
+    for (std::int64_t r = 0; r < count; ++r) unpack(packed, name, first + r, r);
   }
 
  private:
-  void unpack(const PackedView<const std::uint8_t>& packed, std::int64_t row, std::int64_t r) {
+  void unpack(const PackedView<const std::uint8_t>& packed, const char* name, std::int64_t row,
+              std::int64_t r) {
     const std::uint8_t* codes = packed.codes.data + row * packed.codes.stride[0];
     const std::uint8_t* scales = packed.scales.data + row * packed.scales.stride[0];
     const std::int64_t blocks = packed.scales.shape[1];
     for (std::int64_t b = 0; b < blocks; ++b) {
+      if (scales[b] > kMaxByte) {
+        throw Error(cat({"mx_product: the scale byte of ", name, " in row ", row, ", block ", b,
+                         " is ", static_cast<int>(scales[b]), ", must be at most ", kMaxByte}));
+      }
       bool zero = true;
       std::int8_t* into = values.data() + (r * blocks + b) * kBlock;
       for (std::int64_t i = 0; i < kBlock; ++i) {
@@ -70,18 +77,6 @@ std::int64_t shifted(std::int32_t x, std::int32_t shift) {
   return floor + (rest > half || (rest == half && (floor & 1) != 0));
 }
 
-void check_scales(const PackedView<const std::uint8_t>& packed, const char* name) {
-  for (std::int64_t r = 0; r < packed.scales.shape[0]; ++r) {
-    const std::uint8_t* scales = packed.scales.data + r * packed.scales.stride[0];
-    for (std::int64_t b = 0; b < packed.scales.shape[1]; ++b) {
-      if (scales[b] > kMaxByte) {
-        throw Error(cat({"mx_product: the scale byte of ", name, " in row ", r, ", block ", b,
-                         " is ", static_cast<int>(scales[b]), ", must be at most ", kMaxByte}));
-      }
-    }
-  }
-}
-
 void check_packed(const PackedView<const std::uint8_t>& packed, const char* name) {
   const std::int64_t cols = packed.codes.shape[1] * 2;
   require(cols % kBlock == 0 && cols <= kMaxCols,
@@ -93,7 +88,6 @@ void check_packed(const PackedView<const std::uint8_t>& packed, const char* name
        packed.scales.shape[1], "], must be [", packed.codes.shape[0], ", ", cols / kBlock, "]"});
   require(packed.codes.stride[1] == 1 && packed.scales.stride[1] == 1,
           {"mx_product: ", name, " must be contiguous along a row"});
-  check_scales(packed, name);
 }
 
 std::int64_t check(const MxProductArgs& args, const Items& items) {
@@ -139,7 +133,7 @@ void mx_product(const MxProductArgs& args, Stream) {
   if (count == 0) return;
   const std::int64_t outs = args.out.shape[1];
   const std::int64_t blocks = args.a.scales.shape[1];
-  const Unpacked a(args.a, 0, args.a.codes.shape[0]);
+  const Unpacked a(args.a, "a", 0, args.a.codes.shape[0]);
   const std::int64_t units = (outs + kUnitRows - 1) / kUnitRows;
   parallel_for(args.experts * units, 1, [&](std::int64_t first, std::int64_t end) {
     for (std::int64_t u = first; u < end; ++u) {
@@ -150,7 +144,7 @@ void mx_product(const MxProductArgs& args, Stream) {
       const std::int64_t stop =
           args.offsets.empty() ? (expert == 0 ? count : 0) : args.offsets.data[expert + 1];
       if (begin >= stop) continue;
-      const Unpacked w(args.w, expert * outs + out, some);
+      const Unpacked w(args.w, "w", expert * outs + out, some);
       for (std::int64_t i = begin; i < stop; ++i) {
         float* y = args.out.data + items.to_row(i) * args.out.stride[0] + out;
         for (std::int64_t j = 0; j < some; ++j) y[j] = product(a, items.from_row(i), w, j, blocks);

@@ -23,7 +23,8 @@ struct MxProductArgs {
 /// matter: any tiling, batch or rank split gives the same bits. A sum of 0 gives +0.
 ///
 /// `global` is not read: MXFP4 has none. Requires cols % 32 == 0 and cols <= 32768, so that no sum
-/// overflows. Throws Error naming the argument, and row and block of a scale byte above 252.
+/// overflows. Throws Error naming the argument, and row and block of a scale byte above 252 in what
+/// the items name; rows of experts without items are not looked at, and `out` is then in parts.
 void mx_product(const MxProductArgs& args, Stream stream = {});
 
 }  // namespace lockstep::kernels

@@ -56,7 +56,7 @@ struct Packed {
   }
 };
 
-/// numerics.md section 5 in long double, which holds every step exactly.
+/// The product of mx_product.h in long double, which holds every step exactly.
 float oracle(const Packed& a, std::int64_t r, const Packed& w, std::int64_t o) {
   const auto anchor_of = [](const Packed& p, std::int64_t row) {
     int most = -100000;

@@ -18,7 +18,7 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr std::int32_t kBlock = 16;
-constexpr std::int32_t kMaxCols = 1 << 17;    // 5 * 2304 * 229,376^2 * (2^17 / 16) < 2^63
+constexpr std::int32_t kMaxCols = 1 << 16;    // 17 * 2304 * 229,376^2 * (2^16 / 16) < 2^63
 constexpr std::int64_t kUnitRows = 32;        // unpacked once for all outputs of a unit
 constexpr std::int64_t kGrainMacs = 1 << 19;  // below this a thread is not worth waking
 constexpr std::int64_t kExponentAt = 0;       // of the header, int32 in the host's order
@@ -91,6 +91,12 @@ std::uint32_t spread(std::uint32_t nibbles) {
   return (pairs | pairs << 4) & 0x0F0F0F0Fu;
 }
 
+/// The low halves of four bytes to four nibbles.
+std::uint32_t gathered(std::uint32_t bytes) {
+  const std::uint32_t pairs = (bytes & 0x000F000Fu) | (bytes & 0x0F000F00u) >> 4;
+  return (pairs & 0xFFu) | pairs >> 8;
+}
+
 /// Puts a row of codes into lane `lane` of its tile: eight codes are four bytes there, the first
 /// four codes in their low halves and the last four in their high halves.
 void fill_row(std::uint8_t* tile, std::int32_t lane, std::int32_t blocks, const std::uint8_t* codes,
@@ -138,6 +144,28 @@ void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fir
              static_cast<std::int32_t>(row % kTileOut), weights.cols / kBlock,
              rows.codes.data + r * rows.codes.stride[0],
              rows.scales.data + r * rows.scales.stride[0]);
+  }
+}
+
+void w4a4_read(const W4a4Weights& weights, std::int32_t expert, std::int32_t row,
+               std::span<std::uint8_t> codes, std::span<std::uint8_t> scales) {
+  const std::int32_t blocks = weights.cols / kBlock;
+  const auto* tile =
+      reinterpret_cast<const std::uint8_t*>(weights.expert(expert) + W4a4Weights::kHeaderBytes) +
+      row / kTileOut * W4a4Weights::tile_bytes(weights.cols);
+  const std::int32_t lane = row % kTileOut;
+  std::uint8_t* to = codes.data();
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    for (std::int64_t half = 0; half < 2; ++half) {
+      const std::uint8_t* from = tile + b * 128 + half * 64 + lane * 4;
+      std::uint32_t word = 0;
+      for (int i = 0; i < 4; ++i) word |= static_cast<std::uint32_t>(from[i]) << 8 * i;
+      for (const std::uint32_t nibbles : {gathered(word), gathered(word >> 4)}) {
+        *to++ = static_cast<std::uint8_t>(nibbles);
+        *to++ = static_cast<std::uint8_t>(nibbles >> 8);
+      }
+    }
+    scales[static_cast<std::size_t>(b)] = tile[std::int64_t{blocks} * 128 + b * kTileOut + lane];
   }
 }
 

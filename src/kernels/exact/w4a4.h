@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "device/view.h"
 #include "kernels/exact/isa.h"
@@ -45,6 +46,11 @@ struct W4a4Weights {
 /// looked at: quantize() wrote them.
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
                const PackedView<const std::uint8_t>& rows, Stream stream = {});
+
+/// Reads a row of one expert back as w4a4_fill took it: codes [cols / 2], scales [cols / 16]. On a
+/// CPU.
+void w4a4_read(const W4a4Weights& weights, std::int32_t expert, std::int32_t row,
+               std::span<std::uint8_t> codes, std::span<std::uint8_t> scales);
 
 struct W4a4Args {
   // Codes [rows, cols / 2], scales [rows, cols / 16], global 2^n [rows]; from quantize().

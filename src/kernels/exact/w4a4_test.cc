@@ -69,7 +69,7 @@ Packed random_packed(std::int32_t rows, std::int32_t cols, std::uint32_t seed, i
   return p;
 }
 
-/// The product as numerics.md writes it, in 128 bits: no tile, no packing, ldexp of the C library.
+/// The product as w4a4.h defines it, in 128 bits: no tile, no packing, ldexp of the C library.
 float oracle(const Packed& a, std::int64_t row, const Packed& w, std::int64_t out,
              const Packed* residual = nullptr) {
   const auto dot = [&](const Packed& x) {

@@ -40,7 +40,7 @@ struct PartialRow {
   const std::uint8_t* codes = nullptr;   // [blocks * 8]
   const std::uint8_t* scales = nullptr;  // [blocks]
   std::int64_t blocks = 0;
-  std::int32_t factor = 1;  // of the scales: 1, or 4 and -1 with a residual
+  std::int32_t factor = 1;  // of the scales: 1, or 4, 8 or 16 and -1 with a residual
   std::int8_t* a = nullptr;
   BlockInfo* info = nullptr;
   std::int64_t stride = 1;  // parts from one block to the next
@@ -54,7 +54,7 @@ struct TileBackend {
 TileBackend w4a4_portable();  // the definition
 TileBackend w4a4_backend(Isa isa);
 
-/// 2^k as two factors that FP32 holds, k in [-254, 240]: x * first is exact for every integer x
+/// 2^k as two factors that FP32 holds, k in [-260, 240]: x * first is exact for every integer x
 /// unless it overflows as x * 2^k does, so that x * first * second rounds once.
 struct PowerPair {
   float first = 1.0f;
