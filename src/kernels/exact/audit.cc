@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "kernels/exact/quantize_rows.h"
+#include "kernels/exact/record_row.h"
 #include "numerics/guided.h"
 
 namespace lockstep::kernels {
@@ -130,21 +131,6 @@ void count_block(const Block& block, std::array<std::int64_t, kNumAuditCounts>& 
   }
 }
 
-bool is_damaged(const AuditArgs& args, const std::uint8_t* record) {
-  const std::uint8_t* scales = record + args.layout.element_bytes();
-  const std::uint8_t* exponents = scales + args.layout.scale_bytes();
-  const std::uint8_t limit = most_scale_byte(args.rule);
-  if (args.rule.is_wide() &&
-      std::any_of(record, scales, [](std::uint8_t code) { return (code & 0x7Fu) > kE4m3Max; })) {
-    return true;
-  }
-  return std::any_of(scales, exponents, [limit](std::uint8_t s) { return s > limit; }) ||
-         std::any_of(exponents, exponents + args.layout.exponent_bytes(), [](std::uint8_t byte) {
-           const auto n = static_cast<std::int8_t>(byte);
-           return n < kMinExponent || n > kMaxExponent;
-         });
-}
-
 }  // namespace
 
 void audit(const AuditArgs& args, Stream) {
@@ -158,7 +144,7 @@ void audit(const AuditArgs& args, Stream) {
     const std::int64_t index = row / shape.slots;
     if (!args.present.empty() && args.present.data[index * args.present.stride[0]] == 0) continue;
     const std::uint8_t* record = args.records.data + index * args.records.stride[0];
-    if (is_damaged(args, record)) continue;
+    if (is_damaged(args.rule, layout, record)) continue;
     const std::uint8_t* scales = record + layout.element_bytes();
     const std::uint8_t* exponents = scales + layout.scale_bytes();
     const Bf16* x = args.x.data + row * args.x.stride[0];

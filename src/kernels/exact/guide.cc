@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "kernels/exact/guide_rows.h"
 #include "kernels/exact/quantize_rows.h"
+#include "kernels/exact/record_row.h"
 #include "numerics/four_over_six.h"
 
 namespace lockstep::kernels {
@@ -140,27 +141,6 @@ Record record_at(const GuideArgs& args, std::int64_t index) {
           reinterpret_cast<const std::int8_t*>(maps + args.layout.map_bytes())};
 }
 
-bool has_scale_bytes(Guidance guidance) {
-  return guidance != Guidance::kOwnScale && guidance != Guidance::kLsbScaleMod4;
-}
-
-/// Whether the record holds what no rollout writes.
-bool is_damaged(const GuideArgs& args, const Record& record) {
-  if (has_scale_bytes(args.guidance)) {
-    const std::uint8_t limit = most_scale_byte(args.rule);
-    const std::uint8_t* end = record.scales + args.layout.scale_bytes();
-    if (std::any_of(record.scales, end, [&](std::uint8_t s) { return s > limit; })) return true;
-  }
-  if (args.layout.encoding == Encoding::kCodes8) {
-    const std::uint8_t* end = record.elements + args.layout.width;
-    const auto is_nan = [](std::uint8_t code) { return (code & 0x7Fu) > kE4m3Max; };
-    if (std::any_of(record.elements, end, is_nan)) return true;
-  }
-  const std::int8_t* end = record.exponents + args.layout.exponent_bytes();
-  return std::any_of(record.exponents, end,
-                     [](std::int8_t n) { return n < kMinExponent || n > kMaxExponent; });
-}
-
 /// The BF16 bits of every block's amax; returns the span's, 0x7F80 or more if it holds Inf or NaN.
 std::uint16_t amaxes_of(Simd simd, const Bf16* x, std::int64_t span, std::int64_t block,
                         std::uint16_t* amaxes) {
@@ -203,7 +183,7 @@ class Worker {
     Record record;
     if (covered) {
       record = record_at(args_, index);
-      if (is_damaged(args_, record)) {
+      if (is_damaged(args_.rule, args_.layout, record.elements)) {
         covered = false;
         ++counts_[kDamaged];
       }

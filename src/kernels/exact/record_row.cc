@@ -1,8 +1,10 @@
 #include "kernels/exact/record_row.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "numerics/four_over_six.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -86,6 +88,24 @@ void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layou
     std::memcpy(scales + slot * blocks, row.scales, static_cast<std::size_t>(blocks));
   }
   if (layout.exponent_bytes() > 0) exponents[slot] = static_cast<std::uint8_t>(row.exponent);
+}
+
+bool is_damaged(const Quantizer& rule, const RowLayout& layout, const std::uint8_t* record) {
+  const std::uint8_t* scales = record + layout.element_bytes();
+  const std::uint8_t* maps = scales + layout.scale_bytes();
+  const std::uint8_t* exponents = maps + layout.map_bytes();
+  const bool whole =
+      layout.encoding != Encoding::kLsbScaleMod4 && layout.encoding != Encoding::kLsbScaleMod4Map;
+  const std::uint8_t most = most_scale_byte(rule);
+  if (whole && std::any_of(scales, maps, [most](std::uint8_t s) { return s > most; })) return true;
+  if (layout.encoding == Encoding::kCodes8 &&
+      std::any_of(record, scales, [](std::uint8_t code) { return (code & 0x7Fu) > kE4m3Max; })) {
+    return true;
+  }
+  return std::any_of(exponents, exponents + layout.exponent_bytes(), [](std::uint8_t byte) {
+    const auto n = static_cast<std::int8_t>(byte);
+    return n < kMinExponent || n > kMaxExponent;
+  });
 }
 
 }  // namespace lockstep::kernels

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "numerics/quantizer.h"
 #include "numerics/row.h"
 
 namespace lockstep::kernels {
@@ -21,5 +22,9 @@ struct CodedRow {
 /// and an encoding of codes or scales (not kBf16, kExperts*).
 void write_record(const CodedRow& row, std::int32_t slot, const RowLayout& layout,
                   std::uint8_t* record);
+
+/// Whether a record of elements quantized by `rule` holds what no rollout writes: a scale byte or
+/// an exponent out of range, an E4M3 code that is no number.
+bool is_damaged(const Quantizer& rule, const RowLayout& layout, const std::uint8_t* record);
 
 }  // namespace lockstep::kernels
