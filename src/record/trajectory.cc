@@ -12,8 +12,8 @@ bool audited(std::uint64_t seed, TokenKey key, std::int32_t every) {
          0;
 }
 
-std::uint64_t hash_tokens(std::span<const Token> tokens) {
-  std::uint64_t hash = 0xcbf29ce484222325;
+std::uint64_t hash_tokens(std::span<const Token> tokens, std::uint64_t before) {
+  std::uint64_t hash = before;
   for (const Token token : tokens) {
     for (int shift = 0; shift < 32; shift += 8) {
       hash = (hash ^ (static_cast<std::uint32_t>(token) >> shift & 0xff)) * 0x100000001b3;

@@ -141,6 +141,26 @@ TEST(Engine, R74_ANextTurnFillsTheBoundaryRow) {
   expect_same(results[0], results[1]);
 }
 
+// R87: text that was decoded and encoded again may come back as other tokens; then the records of
+// the earlier turns are of another text, and the sample does not go on.
+TEST(Engine, R87_APathIsTakenUpBehindItsOwnTokensAlone) {
+  Rig rig(small_agreement());
+  const Trajectory first = generate(rig.engine, {request(4, 37, 2)})[1];
+  ASSERT_EQ(first.path.size(), 2u);
+  Request next;
+  next.prefix = first;
+  next.prefix.tokens.push_back(3);
+  Token& token = next.prefix.tokens[5];  // of the prompt, which the second span hangs on
+  token = token == 7 ? 8 : 7;
+  EXPECT_NE(refusal([&] { rig.engine.submit(next); })
+                .find("sample 1: its path was recorded behind other tokens than those before "
+                      "position 37"),
+            std::string::npos);
+  token = first.tokens[5];
+  EXPECT_EQ(refusal([&] { rig.engine.submit(next); }), "");
+  rig.engine.abort();
+}
+
 TEST(Engine, AnAbortedSampleGoesOnAsIfNothingHadHappened) {
   Agreement agreement = small_agreement();
   agreement.guide.audit_every = 0;
@@ -240,6 +260,9 @@ TEST(Engine, SaysInOneLineWhatIsWrong) {
   Agreement a = small_bf16();
   a.guide = small_agreement().guide;
   EXPECT_TRUE(has(make(a, {}), "guide.sites has w13_in in layer 1"));
+  a = small_agreement();
+  a.contract.source = SourceDtype::kF32;
+  EXPECT_TRUE(has(make(a, {}), "contract.source is f32"));
   a = small_agreement();
   a.contract.kv_exponents.pop_back();
   EXPECT_TRUE(has(make(a, {}), "kv_exponents"));

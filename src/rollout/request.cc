@@ -38,13 +38,26 @@ void check_path(const Trajectory& t) {
     }
     covered += span.count;
   }
+  if (covered > static_cast<std::int64_t>(t.tokens.size())) {
+    throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, ": its path covers ",
+                     covered, " positions of ", t.tokens.size(), " tokens"}));
+  }
   if (static_cast<std::int64_t>(t.path.size()) > kSpans) {
     throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, " has ", t.path.size(),
                      " spans, at most ", kSpans, " can go on: end it"}));
   }
-  if (covered > static_cast<std::int64_t>(t.tokens.size())) {
-    throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample, ": its path covers ",
-                     covered, " positions of ", t.tokens.size(), " tokens"}));
+  // Records hang on every token before them: text that was decoded and encoded again may differ.
+  const std::span<const Token> tokens(t.tokens);
+  std::uint64_t hash = hash_tokens({});
+  for (const Span& span : t.path) {
+    if (span.prefix_hash != hash) {
+      throw Error(cat({"prompt ", t.prompt.value, ", sample ", t.sample,
+                       ": its path was recorded behind other tokens than those before position ",
+                       span.first, "; go on from the tokens as they came, or clear the path"}));
+    }
+    hash = hash_tokens(
+        tokens.subspan(static_cast<std::size_t>(span.first), static_cast<std::size_t>(span.count)),
+        hash);
   }
 }
 
