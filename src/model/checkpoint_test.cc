@@ -5,10 +5,13 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <span>
 
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "base/philox.h"
+#include "base/sync_testing.h"
 #include "model/config_json.h"
 #include "model/json.h"
 #include "model/names.h"
@@ -361,6 +364,57 @@ TEST_F(Checkpoint, CompanionsAreCopiedAndOtherFilesStay) {
   EXPECT_FALSE(fs::exists(target / "secret.txt"));
   EXPECT_FALSE(fs::exists(target / ".part"));
   EXPECT_EQ(read(target).size(), weight_ids(small()).size());
+}
+
+/// Of one file there can be no doubt, since folder and name come last: all else is on the disk.
+TEST_F(Checkpoint, EveryFileIsOnTheDiskBeforeItsFolderHasItsName) {
+  const fs::path companion = folder_ / "companion", target = folder_ / "target";
+  fs::create_directories(companion);
+  write_config(small(), companion);
+  std::ofstream(companion / "tokenizer.json") << "{}";
+  auto& synced = SyncedFiles::all();
+  for (const bool is_new : {true, false}) {
+    const fs::path stage = is_new ? fs::path(target.string() + ".part") : target / ".part";
+    synced.take();
+    write(target, small(), {.max_shard_bytes = 600, .companion = companion});
+    const std::set<std::string> names = synced.take();
+    int files = 0;
+    for (const auto& entry : fs::directory_iterator(target)) {
+      ++files;
+      EXPECT_TRUE(names.contains(stage / entry.path().filename())) << entry.path();
+    }
+    EXPECT_GE(files, 6);
+    EXPECT_TRUE(names.contains(stage));
+    EXPECT_TRUE(names.contains(is_new ? folder_ : target));
+  }
+}
+
+/// R61: the checksums are of what the files hold.
+TEST_F(Checkpoint, R61_ChecksumsAreReadBackFromTheFiles) {
+  CheckpointWriter writer(folder_ / "c", small());
+  writer.begin({}, {});
+  for (const WeightId& id : weight_ids(small())) {
+    const auto [rows, cols] = weight_shape(small(), id.role);
+    const std::vector<float> values = values_of(id, rows * cols);
+    writer.put({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
+  }
+  // The last byte of the last tensor, the head.
+  std::fstream file(folder_ / "c.part" / "model.safetensors.part",
+                    std::ios::in | std::ios::out | std::ios::binary);
+  ASSERT_TRUE(file);
+  file.seekp(-1, std::ios::end);
+  file.put('\x11');
+  file.close();
+  const std::vector<std::uint32_t> sums = writer.commit();
+  int differ = 0;
+  const std::vector<WeightId> ids = weight_ids(small());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const auto [rows, cols] = weight_shape(small(), ids[i].role);
+    std::vector<Bf16> values;
+    for (const float x : values_of(ids[i], rows * cols)) values.push_back(to_bf16(x));
+    differ += sums[i] != crc32c(std::as_bytes(std::span(values)));
+  }
+  EXPECT_EQ(differ, 1);
 }
 
 }  // namespace

@@ -113,11 +113,12 @@ struct CheckpointWriter::Impl {
   std::vector<Shard> shards;
   std::vector<SafetensorsWriter> files;
   std::map<std::string, std::size_t> file_of;  // tensor name -> index into files
-  std::map<WeightId, std::uint32_t> crcs;      // of what has come
+  std::set<WeightId> there;                    // what has come
   std::vector<Bf16> codes;
 
   void open();
   void check(const Weight& weight, const std::array<std::int64_t, 2>& shape) const;
+  std::vector<std::uint32_t> written() const;
   void write_companions() const;
   void write_index() const;
   void move_in() const;
@@ -156,7 +157,7 @@ void CheckpointWriter::Impl::open() {
   fs::remove_all(stage, failed);
   fs::create_directories(stage, failed);
   if (failed) throw Error(cat({stage.string(), ": cannot make: ", failed.message()}));
-  crcs.clear();
+  there.clear();
   files.clear();
   files.reserve(shards.size());
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -172,7 +173,7 @@ void CheckpointWriter::Impl::check(const Weight& weight,
                                    const std::array<std::int64_t, 2>& shape) const {
   const std::string what = cat({folder.string(), ": ", to_string(weight.id)});
   if (files.empty()) throw Error(cat({what, " is put before begin"}));
-  if (crcs.contains(weight.id)) throw Error(cat({what, " is put twice"}));
+  if (there.contains(weight.id)) throw Error(cat({what, " is put twice"}));
   if (!file_of.contains(name(plain_tensors(weight.id)[0]))) {
     throw Error(cat({what, " is no weight of this model"}));
   }
@@ -207,7 +208,24 @@ void CheckpointWriter::put(const Weight& weight) {
     const std::string tensor = name(tensors[i]);
     impl.files[impl.file_of.at(tensor)].write(tensor, bytes.subspan(i * part, part));
   }
-  impl.crcs[weight.id] = crc32c(bytes);
+  impl.there.insert(weight.id);
+}
+
+/// The checksums of what the files hold, in order.
+std::vector<std::uint32_t> CheckpointWriter::Impl::written() const {
+  std::vector<Safetensors> shard;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    shard.push_back(value_or_throw(Safetensors::open(stage / shard_name(i, shards.size()))));
+  }
+  std::vector<std::uint32_t> crcs;
+  for (const WeightId& id : weight_ids(config)) {
+    crcs.push_back(0);
+    for (const TensorName& tensor : plain_tensors(id)) {
+      const Safetensors& file = shard[file_of.at(name(tensor))];
+      crcs.back() = crc32c(file.bytes(*file.find(name(tensor))), crcs.back());
+    }
+  }
+  return crcs;
 }
 
 void CheckpointWriter::Impl::write_companions() const {
@@ -241,9 +259,11 @@ void CheckpointWriter::Impl::write_index() const {
 }
 
 void CheckpointWriter::Impl::move_in() const {
+  for (const auto& entry : fs::directory_iterator(stage)) sync_file(entry.path());
   sync_folder(stage);
   if (is_new) {
     fs::rename(stage, folder);
+    sync_folder(fs::absolute(folder).parent_path());
     return;
   }
   std::vector<fs::path> rest;
@@ -258,17 +278,14 @@ void CheckpointWriter::Impl::move_in() const {
 
 std::vector<std::uint32_t> CheckpointWriter::commit() {
   Impl& impl = *impl_;
-  std::vector<std::uint32_t> crcs;
   for (const WeightId& id : weight_ids(impl.config)) {
-    const auto found = impl.crcs.find(id);
-    if (found == impl.crcs.end()) {
-      throw Error(
-          cat({impl.folder.string(), ": ", to_string(id), " is missing; nothing is written"}));
-    }
-    crcs.push_back(found->second);
+    if (impl.there.contains(id)) continue;
+    throw Error(
+        cat({impl.folder.string(), ": ", to_string(id), " is missing; nothing is written"}));
   }
   for (SafetensorsWriter& file : impl.files) file.commit();
   impl.files.clear();
+  std::vector<std::uint32_t> crcs = impl.written();
   try {
     impl.write_index();
     impl.write_companions();

@@ -87,12 +87,20 @@ void FileInMaking::commit() {
   if (::rename(part_.c_str(), path_.c_str()) != 0) fail(path_, "rename to", errno);
 }
 
-void sync_folder(const std::filesystem::path& folder) {
-  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (file < 0) fail(folder, "open", errno);
+namespace {
+
+void sync(const std::filesystem::path& path, int flags) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | flags);
+  if (file < 0) fail(path, "open", errno);
   const int why = ::fsync(file) == 0 ? 0 : errno;
   ::close(file);
-  if (why != 0 && why != EINVAL) fail(folder, "sync", why);  // some file systems have no such sync
+  if (why != 0 && why != EINVAL) fail(path, "sync", why);  // some file systems have no such sync
 }
+
+}  // namespace
+
+void sync_file(const std::filesystem::path& file) { sync(file, 0); }
+
+void sync_folder(const std::filesystem::path& folder) { sync(folder, O_DIRECTORY); }
 
 }  // namespace lockstep

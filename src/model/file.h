@@ -44,6 +44,9 @@ class FileInMaking {
   int file_ = -1;
 };
 
+/// What a file holds is on the disk. Throws Error.
+void sync_file(const std::filesystem::path& file);
+
 /// What a folder's entries are called is on the disk. Throws Error.
 void sync_folder(const std::filesystem::path& folder);
 
