@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "cli/random_weights.h"
 #include "cli/session.h"
 #include "recipe/arm.h"
 #include "rollout/engine.h"
+#include "rollout/weights.h"
 #include "sync/refit.h"
 #include "sync/reweigh.h"
 #include "train/trainer.h"
@@ -106,6 +108,44 @@ TEST_F(PolicyTest, RescalingLeavesThePolicyAsItIs) {
   } half(plain, scaled);
   EXPECT_GT(gap(batch, trainer_logp(plain, batch, true), trainer_logp(half, batch, true)),
             5 * of_bf16);
+}
+
+/// Damages what a refit wrote before the receiver is asked for it.
+class Damaged final : public WeightSink {
+ public:
+  Damaged(rollout::Weights& to, std::function<void()> damage)
+      : to_(to), damage_(std::move(damage)) {}
+  void begin(WeightVersion version, ContractId contract) override { to_.begin(version, contract); }
+  void put(const Weight& weight) override { to_.put(weight); }
+  std::vector<std::uint32_t> commit() override {
+    damage_();
+    return to_.commit();
+  }
+
+ private:
+  rollout::Weights& to_;
+  std::function<void()> damage_;
+};
+
+TEST(Refit, R61_WhatLiesOtherwiseInTheRolloutIsFound) {
+  const Agreement agreement = {
+      .model = kModel, .contract = contracts::lockstep(kModel.num_layers), .guide = {}, .seed = 0};
+  const cli::RandomWeights weights(kModel, 0.1f, 5);
+  rollout::Weights held(agreement);
+  const kernels::W4a4Weights& down = held.layer(2).down_codes;
+  Damaged whole(held, [] {});
+  sync::refit(weights, whole, agreement.contract, WeightVersion{1});
+  // Two tiles of 16 outputs change places: the same bytes, of the same shape.
+  const std::int64_t tile = kernels::W4a4Weights::tile_bytes(down.cols);
+  std::byte* first = down.expert(3) + kernels::W4a4Weights::kHeaderBytes;
+  Damaged permuted(held, [&] { std::swap_ranges(first, first + tile, first + tile); });
+  try {
+    sync::refit(weights, permuted, agreement.contract, WeightVersion{2});
+    FAIL() << "a permuted layout was taken";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("layers.2.mlp.experts.3.down_proj"), std::string::npos)
+        << error.what();
+  }
 }
 
 }  // namespace

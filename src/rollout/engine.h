@@ -32,7 +32,7 @@ enum class Residual : std::uint8_t {
 /// of the pass, or those of a calibration batch, which then stand in the contract.
 enum class ResidualScope : std::uint8_t { kPerToken, kBatch, kStatic };
 
-/// Declared differences between the engines, for studies (records.md 7); 0 and false: none.
+/// Declared differences between the engines, for studies; 0 and false: none.
 struct Drift {
   float noise = 0.0f;    // sigma, on every attention and expert output before the residual add
   bool split_k = false;  // products in two halves with BF16 partial sums
@@ -103,7 +103,7 @@ class Engine {
   std::unique_ptr<Impl> impl_;
 };
 
-/// The cache's exponents (numerics.md 2), [L, 2], K before V: what BF16 passes over a named
+/// The cache's exponents (docs/formats/nvfp4.md), [L, 2], K before V: what BF16 passes over a named
 /// calibration batch show, for the formats of `contract`'s K and V. `weights` is asked once.
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
                                       std::span<const std::vector<Token>> batch,

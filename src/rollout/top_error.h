@@ -1,6 +1,6 @@
 /// What quantization loses where it loses most: in the block of the token's largest scale. A global
 /// scale that is a power of two leaves the top of E4M3's range unused, and all of that is paid
-/// there (numerics.md 3), so the mean over all blocks would hide it.
+/// there (docs/formats/nvfp4.md), so the mean over all blocks would hide it.
 #pragma once
 
 #include <cstdint>

@@ -4,41 +4,19 @@
 
 #include "base/crc32c.h"
 #include "base/error.h"
+#include "base/parallel.h"
 #include "base/text.h"
 #include "kernels/exact/dequantize.h"
+#include "model/checksum.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
+#include "numerics/scale.h"
 
 namespace lockstep::rollout {
 namespace {
 
 using kernels::PackedMatrix;
 using Role = WeightId::Role;
-
-template <typename T>
-std::uint32_t crc_of_rows(const TensorView<const T, 2>& view, std::uint32_t crc) {
-  for (std::int64_t row = 0; row < view.shape[0]; ++row) {
-    const std::span<const T> values(view.data + row * view.stride[0],
-                                    static_cast<std::size_t>(view.shape[1]));
-    crc = crc32c(std::as_bytes(values), crc);
-  }
-  return crc;
-}
-
-/// Codes, then scales, then the global scale: one number, or one a row.
-std::uint32_t crc_of(const PackedView<const std::uint8_t>& value) {
-  std::uint32_t crc = crc_of_rows(value.scales, crc_of_rows(value.codes, 0));
-  if (value.global.empty()) {
-    const float one = 1.0f;
-    return crc32c(std::as_bytes(std::span(&one, 1)), crc);
-  }
-  const std::int64_t globals = value.global.stride[0] == 0 ? 1 : value.global.shape[0];
-  for (std::int64_t i = 0; i < globals; ++i) {
-    const std::span<const float> one(value.global.data + i * value.global.stride[0], 1);
-    crc = crc32c(std::as_bytes(one), crc);
-  }
-  return crc;
-}
 
 void require_finite(const WeightId& id, const TensorView<const Bf16, 2>& value) {
   for (std::int64_t row = 0; row < value.shape[0]; ++row) {
@@ -51,6 +29,18 @@ void require_finite(const WeightId& id, const TensorView<const Bf16, 2>& value) 
   }
 }
 
+void require_scales(const WeightId& id, const TensorView<const std::uint8_t, 2>& scales,
+                    std::uint8_t most) {
+  for (std::int64_t row = 0; row < scales.shape[0]; ++row) {
+    for (std::int64_t b = 0; b < scales.shape[1]; ++b) {
+      const std::uint8_t byte = scales.data[row * scales.stride[0] + b];
+      if (byte <= most) continue;
+      throw Error(cat({"weight ", to_string(id), " has scale byte ", int{byte}, " in row ", row,
+                       ", block ", b, ", must be at most ", int{most}, "; the data is damaged"}));
+    }
+  }
+}
+
 /// `from` becomes the rows of `to` from `first` on.
 void copy_rows(const TensorView<const std::uint8_t, 2>& from, std::int64_t first,
                const TensorView<std::uint8_t, 2>& to) {
@@ -58,6 +48,11 @@ void copy_rows(const TensorView<const std::uint8_t, 2>& from, std::int64_t first
     std::copy_n(from.data + row * from.stride[0], from.shape[1],
                 to.data + (first + row) * to.stride[0]);
   }
+}
+
+/// What stands there of the global scale.
+std::uint32_t crc_of_header(const kernels::W4a4Weights& weights, std::int32_t expert) {
+  return crc32c({weights.expert(expert), kernels::W4a4Weights::kHeaderBytes});
 }
 
 void require_width(const char* name, std::int32_t width, std::int32_t unit, const char* why) {
@@ -81,9 +76,14 @@ Weights::Weights(const Agreement& agreement)
   if (contract_.scope != Scope::kRoutedExperts) {
     throw Error("contract.scope is all_linear; this engine quantizes routed_experts alone");
   }
+  if (contract_.source != SourceDtype::kBf16) {
+    throw Error("contract.source is f32; this engine quantizes what was rounded to bf16 alone");
+  }
   for (std::size_t i = 0; i < order_.size(); ++i) index_[order_[i]] = i;
   seen_.resize(order_.size());
-  checksums_.resize(order_.size());
+  sent_.resize(order_.size());
+  placed_.resize(order_.size());
+  globals_.resize(order_.size());
 
   const std::int64_t d = model_.hidden;
   const std::int64_t f = model_.expert_width;
@@ -188,13 +188,13 @@ void Weights::put(const Weight& weight) {
   require_kind(weight);
   if (arrives_as_codes(weight.id)) {
     const auto& codes = std::get<PackedView<const std::uint8_t>>(weight.value);
+    sent_[found->second] = checksum(codes);
     put_codes(weight.id, codes);
-    checksums_[found->second] = crc_of(codes);
   } else {
     const auto& value = std::get<TensorView<const Bf16, 2>>(weight.value);
     require_finite(weight.id, value);
     place(weight.id, value);
-    checksums_[found->second] = crc_of_rows(value, 0);
+    sent_[found->second] = placed_[found->second];
   }
   seen_[found->second] = 1;
 }
@@ -206,8 +206,14 @@ std::vector<std::uint32_t> Weights::commit() {
     throw Error(
         cat({"weights: version ", version_.value, " cannot be committed without ", missing}));
   }
+  std::vector<std::uint32_t> checksums(order_.size());
+  parallel_for(std::ssize(order_), 1, [&](std::int64_t first, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
+      checksums[i] = held(i);
+    }
+  });
   state_ = State::kReady;
-  return checksums_;
+  return checksums;
 }
 
 void Weights::require_ready() const {
@@ -261,11 +267,15 @@ void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>
   const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
   const bool up = id.role == Role::kGateUp;
   if (layer.format == ExpertFormat::kW4a4) {
-    return kernels::w4a4_fill(up ? layer.gate_up_codes : layer.down_codes, id.expert.value, 0,
-                              value);
+    const kernels::W4a4Weights& to = up ? layer.gate_up_codes : layer.down_codes;
+    kernels::w4a4_fill(to, id.expert.value, 0, value);
+    placed_[index_.at(id)] = crc_of_header(to, id.expert.value);
+    globals_[index_.at(id)] = value.global.data[0];
+    return;
   }
   if (layer.format == ExpertFormat::kMx) {
     const PackedView<std::uint8_t>& to = up ? layer.gate_up_mx : layer.down_mx;
+    require_scales(id, value.scales, most_scale_byte(contract_.weight));
     copy_rows(value.codes, id.expert.value * value.codes.shape[0], to.codes);
     return copy_rows(value.scales, id.expert.value * value.scales.shape[0], to.scales);
   }
@@ -276,37 +286,101 @@ void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>
   place(id, plain);
 }
 
-void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
-  const auto copy = [&](Bf16* to) {
-    for (std::int64_t row = 0; row < value.shape[0]; ++row) {
-      to = std::copy_n(value.data + row * value.stride[0], value.shape[1], to);
-    }
-  };
+Weights::Home Weights::home(const WeightId& id) {
   const auto expert = [&](PackedMatrix base) {
     base.data += id.expert.value * kernels::packed_elements(base.out, base.in);
-    kernels::pack_rows(value, 0, base);
+    return Home{.packed = base};
   };
+  if (id.role == Role::kEmbedding) return {.plain = embedding_};
+  if (id.role == Role::kFinalNorm) return {.plain = final_norm_};
+  if (id.role == Role::kHead) return {.packed = head_};
   LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
   switch (id.role) {
-    case Role::kEmbedding:
-      copy(embedding_.data());
-      if (model_.tied_embeddings) kernels::pack_rows(value, 0, head_);
-      return;
-    case Role::kFinalNorm: return copy(final_norm_.data());
-    case Role::kHead: return kernels::pack_rows(value, 0, head_);
-    case Role::kAttentionNorm: return copy(layer.attention_norm.data());
-    case Role::kQ: return kernels::pack_rows(value, 0, layer.qkv);
-    case Role::kK: return kernels::pack_rows(value, model_.q_width(), layer.qkv);
-    case Role::kV:
-      return kernels::pack_rows(value, model_.q_width() + model_.kv_width(), layer.qkv);
-    case Role::kO: return kernels::pack_rows(value, 0, layer.o);
-    case Role::kQNorm: return copy(layer.q_norm.data());
-    case Role::kKNorm: return copy(layer.k_norm.data());
-    case Role::kMlpNorm: return copy(layer.mlp_norm.data());
-    case Role::kRouter: return kernels::pack_rows(value, 0, layer.router);
+    case Role::kAttentionNorm: return {.plain = layer.attention_norm};
+    case Role::kQ: return {.packed = layer.qkv};
+    case Role::kK: return {.packed = layer.qkv, .first = model_.q_width()};
+    case Role::kV: return {.packed = layer.qkv, .first = model_.q_width() + model_.kv_width()};
+    case Role::kO: return {.packed = layer.o};
+    case Role::kQNorm: return {.plain = layer.q_norm};
+    case Role::kKNorm: return {.plain = layer.k_norm};
+    case Role::kMlpNorm: return {.plain = layer.mlp_norm};
+    case Role::kRouter: return {.packed = layer.router};
     case Role::kGateUp: return expert(layer.gate_up);
-    case Role::kDown: return expert(layer.down);
+    default: return expert(layer.down);
   }
+}
+
+void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
+  placed_[index_.at(id)] = checksum(value);
+  const Home to = home(id);
+  if (to.plain.empty()) return kernels::pack_rows(value, to.first, to.packed);
+  Bf16* out = to.plain.data();
+  for (std::int64_t row = 0; row < value.shape[0]; ++row) {
+    out = std::copy_n(value.data + row * value.stride[0], value.shape[1], out);
+  }
+  if (id.role == Role::kEmbedding && model_.tied_embeddings) kernels::pack_rows(value, 0, head_);
+}
+
+namespace {
+
+std::uint32_t crc_of_rows(const PackedMatrix& from, std::int64_t first, std::int64_t rows) {
+  std::vector<Bf16> values(static_cast<std::size_t>(from.in));
+  std::uint32_t crc = 0;
+  for (std::int64_t row = first; row < first + rows; ++row) {
+    kernels::unpack_row(from, row, values);
+    crc = crc32c(std::as_bytes(std::span(values)), crc);
+  }
+  return crc;
+}
+
+}  // namespace
+
+/// The checksum of a weight as it came, from what lies in memory now. Codes that are kept as BF16
+/// cannot be read back: where the BF16 is as it was placed, it stands for them.
+std::uint32_t Weights::held(std::size_t index) {
+  const WeightId& id = order_[index];
+  const ExpertFormat kept = of_expert(id.role) ? format(id.layer) : ExpertFormat::kBf16;
+  if (kept == ExpertFormat::kW4a4 || kept == ExpertFormat::kMx) return held_codes(index);
+  const Home at = home(id);
+  const std::int64_t rows = weight_shape(model_, id.role)[0];
+  std::uint32_t crc =
+      at.plain.empty() ? crc_of_rows(at.packed, at.first, rows) : crc32c(std::as_bytes(at.plain));
+  if (id.role == Role::kEmbedding && model_.tied_embeddings && crc_of_rows(head_, 0, rows) != crc) {
+    crc = ~crc;
+  }
+  return crc == placed_[index] ? sent_[index] : ~sent_[index];
+}
+
+std::uint32_t Weights::held_codes(std::size_t index) const {
+  const WeightId& id = order_[index];
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const bool up = id.role == Role::kGateUp;
+  const auto [rows, cols] = weight_shape(model_, id.role);
+  const auto bytes = [](const TensorView<const std::uint8_t, 2>& view, std::int64_t row) {
+    return std::as_bytes(
+        std::span(view.data + row * view.stride[0], static_cast<std::size_t>(view.shape[1])));
+  };
+  std::uint32_t crc = 0;
+  if (layer.format == ExpertFormat::kMx) {
+    const PackedView<const std::uint8_t> all = up ? layer.gate_up_mx : layer.down_mx;
+    for (const auto& view : {all.codes, all.scales}) {
+      for (std::int64_t row = 0; row < rows; ++row) {
+        crc = crc32c(bytes(view, id.expert.value * rows + row), crc);
+      }
+    }
+    return checksum_with_global(crc, 1.0f);
+  }
+  const kernels::W4a4Weights& from = up ? layer.gate_up_codes : layer.down_codes;
+  const auto blocks = static_cast<std::size_t>(cols / 16);
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(cols / 2));
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows) * blocks);
+  for (std::int32_t row = 0; row < static_cast<std::int32_t>(rows); ++row) {
+    const auto first = static_cast<std::size_t>(row) * blocks;
+    kernels::w4a4_read(from, id.expert.value, row, codes, std::span(scales).subspan(first, blocks));
+    crc = crc32c(std::as_bytes(std::span(codes)), crc);
+  }
+  crc = checksum_with_global(crc32c(std::as_bytes(std::span(scales)), crc), globals_[index]);
+  return crc_of_header(from, id.expert.value) == placed_[index] ? crc : ~crc;
 }
 
 }  // namespace lockstep::rollout

@@ -44,7 +44,7 @@ class Weights final : public WeightSink {
   /// BF16 for all but the experts of quantized layers, which arrive as codes. Throws Error naming
   /// the weight: not one of the model, put before, wrong shape or kind, not finite.
   void put(const Weight& weight) override;
-  /// Throws Error naming what is missing.
+  /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
 
   /// Throws Error unless a whole set has been committed and no other has been begun.
@@ -65,7 +65,16 @@ class Weights final : public WeightSink {
   kernels::PackedMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t copies = 1);
   PackedView<std::uint8_t> mx_matrix(std::int64_t out, std::int64_t in);
   kernels::W4a4Weights coded_matrix(std::int32_t out, std::int32_t in);
+  /// Where a weight lies that is kept in BF16: rows as they are, or packed from `first` on.
+  struct Home {
+    std::span<Bf16> plain{};
+    kernels::PackedMatrix packed{};
+    std::int64_t first = 0;
+  };
+  Home home(const WeightId& id);
   void place(const WeightId& id, TensorView<const Bf16, 2> value);
+  std::uint32_t held(std::size_t index);
+  std::uint32_t held_codes(std::size_t index) const;
   void put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value);
   bool arrives_as_codes(const WeightId& id) const;
   ExpertFormat format(Layer layer) const;
@@ -79,7 +88,9 @@ class Weights final : public WeightSink {
   std::vector<WeightId> order_;
   std::map<WeightId, std::size_t> index_;
   std::vector<std::uint8_t> seen_;
-  std::vector<std::uint32_t> checksums_;
+  std::vector<std::uint32_t> sent_;    // checksums of what came
+  std::vector<std::uint32_t> placed_;  // and of the BF16, or the header, that was placed for it
+  std::vector<float> globals_;         // that came
 
   struct alignas(64) Line {
     std::byte bytes[64];

@@ -2,10 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <span>
 #include <string>
+#include <type_traits>
 
 #include "base/error.h"
+#include "model/checksum.h"
 #include "rollout/forward_fixture.h"
 
 namespace lockstep::rollout {
@@ -89,6 +93,24 @@ TEST(Weights, NamesWhatItRefuses) {
   }
 }
 
+TEST(Weights, DamagedScalesAreRefusedUnderEveryFormat) {
+  for (const char* format : {"nvfp4", "mxfp4", "mxfp8"}) {
+    Contract contract = contracts::bf16();
+    contract.weight = contracts::format(format, contracts::Tensor::kWeight);
+    contract.activation = contracts::format(format, contracts::Tensor::kActivation);
+    contract.layers = LayerSet::range(0, 3);
+    const Agreement agreement = agreement_of(contract);
+    const auto all = random_weights(agreement, 2);
+    const auto coded = std::find_if(all.begin(), all.end(), [](const auto& w) { return w.coded; });
+    OwnedWeight damaged = *coded;
+    damaged.scales[3] = 253;
+    Weights weights(agreement);
+    weights.begin({1}, contract.id());
+    expect_error([&] { weights.put(damaged.weight()); }, {"scale byte", "253"});
+    weights.put(coded->weight());
+  }
+}
+
 /// R56: a refit writes where the last one did, and what runs then is the new model as a fresh load
 /// would run it.
 TEST(Weights, R56_RefitsInPlace) {
@@ -121,6 +143,86 @@ TEST(Weights, R56_RefitsInPlace) {
     load(refitted.forward.weights(), random_weights(agreement, 4), contract, 2);
     load(fresh.forward.weights(), random_weights(agreement, 4), contract, 1);
     EXPECT_EQ(refitted.prefill(tokens, 20, 16), fresh.prefill(tokens, 20, 16));
+  }
+}
+
+std::vector<std::uint32_t> checksums_of(const std::vector<OwnedWeight>& weights) {
+  std::vector<std::uint32_t> sent;
+  for (const OwnedWeight& w : weights) {
+    sent.push_back(w.coded ? checksum(w.code_view()) : checksum(w.plain_view()));
+  }
+  return sent;
+}
+
+template <typename T>
+std::span<std::uint8_t> bytes_at(T* data, std::int64_t first, std::int64_t count) {
+  return {reinterpret_cast<std::uint8_t*>(const_cast<std::remove_const_t<T>*>(data)) + first,
+          static_cast<std::size_t>(count)};
+}
+
+/// R61: the checksums are of what lies where the products read it: a byte that is damaged there,
+/// and tiles in another order, are seen whatever the format; and nothing else is.
+TEST(Weights, R61_ChecksumsAreOfWhatLiesInMemory) {
+  Contract wide = contracts::bf16();
+  wide.weight = contracts::format("mxfp8", contracts::Tensor::kWeight);
+  wide.layers = LayerSet::range(0, 3);
+  Contract mx = wide;
+  mx.weight = contracts::format("mxfp4", contracts::Tensor::kWeight);
+  mx.activation = contracts::format("mxfp4", contracts::Tensor::kActivation);
+  for (const Contract& contract :
+       {contracts::bf16(), fixture::w4a4_contract(fixture::small_model()), mx, wide}) {
+    Agreement agreement = agreement_of(contract);
+    agreement.model.tied_embeddings = contract == wide;
+    const auto all = random_weights(agreement, 7);
+    const std::vector<std::uint32_t> sent = checksums_of(all);
+    Weights weights(agreement);
+    EXPECT_EQ(load(weights, all, contract), sent);
+    // What is seen of a change between the last put and commit.
+    const auto found = [&](const std::function<void()>& damage) {
+      weights.begin({2}, contract.id());
+      for (const OwnedWeight& w : all) weights.put(w.weight());
+      damage();
+      const auto now = weights.commit();
+      std::vector<std::string> names;
+      for (std::size_t i = 0; i < now.size(); ++i) {
+        if (now[i] != sent[i]) names.push_back(to_string(all[i].id));
+      }
+      return names;
+    };
+    const LayerWeights& layer = weights.layer(1);
+    using Names = std::vector<std::string>;
+    EXPECT_EQ(found([] {}), Names{});
+    EXPECT_EQ(found([&] { bytes_at(layer.router.data, 4, 1)[0] ^= 1; }),
+              Names{to_string({Role::kRouter, {1}, {}})});
+    EXPECT_EQ(found([&] { bytes_at(weights.head().data, 4, 1)[0] ^= 1; }).size(), 1u);
+    EXPECT_EQ(found([&] { bytes_at(weights.embedding(), 4, 1)[0] ^= 1; }).size(), 1u);
+    EXPECT_EQ(found([&] { bytes_at(layer.q_norm.data(), 0, 1)[0] ^= 0x80; }),
+              Names{to_string({Role::kQNorm, {1}, {}})});
+    // Experts: a byte of the second one's, then two tiles of 16 or 32 outputs exchanged.
+    const Names second = {to_string({Role::kGateUp, {1}, {1}})};
+    std::span<std::uint8_t> expert;
+    std::int64_t half = 0;
+    if (layer.format == ExpertFormat::kW4a4) {
+      const auto& codes = layer.gate_up_codes;
+      half = kernels::W4a4Weights::tile_bytes(codes.cols);
+      expert = bytes_at(codes.expert(1) + kernels::W4a4Weights::kHeaderBytes, 0, 2 * half);
+    } else if (layer.format == ExpertFormat::kMx) {
+      half = 16 * layer.gate_up_mx.codes.stride[0];
+      expert =
+          bytes_at(layer.gate_up_mx.codes.data, 64 * layer.gate_up_mx.codes.stride[0], 2 * half);
+    } else {
+      const std::int64_t elements = kernels::packed_elements(64, 64);
+      half = elements;
+      expert = bytes_at(layer.gate_up.data + elements, 0, 2 * half);
+    }
+    EXPECT_EQ(found([&] { expert[5] ^= 1; }), second);
+    if (layer.format == ExpertFormat::kW4a4) {  // the exponent
+      EXPECT_EQ(found([&] { bytes_at(layer.gate_up_codes.expert(1), 0, 1)[0] ^= 1; }), second);
+    }
+    EXPECT_EQ(found([&] {
+                std::swap_ranges(expert.begin(), expert.begin() + half, expert.begin() + half);
+              }),
+              second);
   }
 }
 

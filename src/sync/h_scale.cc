@@ -1,7 +1,5 @@
 #include "sync/h_scale.h"
 
-#include <array>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -10,7 +8,7 @@
 #include "base/text.h"
 #include "kernels/exact/h_scale.h"
 #include "model/names.h"
-#include "numerics/bf16.h"
+#include "model/values.h"
 #include "sync/refit.h"
 
 namespace lockstep::sync {
@@ -30,31 +28,10 @@ class HScaled final : public WeightSource {
   }
 
  private:
-  static std::vector<float> as_f32(const Weight& weight, std::array<std::int64_t, 2>& shape) {
-    std::vector<float> values;
-    std::visit(
-        [&](const auto& view) {
-          if constexpr (requires { view.shape; }) {
-            shape = view.shape;
-            for (std::int64_t r = 0; r < shape[0]; ++r) {
-              for (std::int64_t c = 0; c < shape[1]; ++c) {
-                if constexpr (std::is_same_v<decltype(view.data), const float*>) {
-                  values.push_back(view.data[r * view.stride[0] + c * view.stride[1]]);
-                } else {
-                  values.push_back(to_float(view.data[r * view.stride[0] + c * view.stride[1]]));
-                }
-              }
-            }
-          }
-        },
-        weight.value);
-    return values;
-  }
-
   void refined(const Weight& weight, const std::function<void(const Weight&)>& visit) const {
-    std::array<std::int64_t, 2> shape{};
-    const std::vector<float> values = as_f32(weight, shape);
-    const auto [rows, cols] = shape;
+    const std::vector<float> values = f32_of(weight);
+    const std::int64_t rows = rows_of(weight);
+    const std::int64_t cols = static_cast<std::int64_t>(values.size()) / rows;
     std::vector<std::uint8_t> codes(values.size() / 2), scales(values.size() / 16);
     float global = 0;
     const PackedView<std::uint8_t> packed = {{codes.data(), {rows, cols / 2}, {cols / 2, 1}},

@@ -1,21 +1,20 @@
 #include "sync/refit.h"
 
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "base/bytes.h"
-#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "base/timer.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
+#include "model/checksum.h"
 #include "model/names.h"
+#include "model/values.h"
 #include "numerics/bf16.h"
 
 namespace lockstep::sync {
@@ -25,11 +24,6 @@ template <typename T>
 TensorView<T, 2> matrix(std::vector<T>& values, std::int64_t rows, std::int64_t cols) {
   values.resize(static_cast<std::size_t>(rows * cols));
   return {values.data(), {rows, cols}, {cols, 1}};
-}
-
-template <typename T>
-std::uint32_t crc_of(const std::vector<T>& values, std::uint32_t crc = 0) {
-  return crc32c(std::as_bytes(std::span(values)), crc);
 }
 
 /// Buffers that one refit reuses from weight to weight.
@@ -61,14 +55,9 @@ class Sender {
 
   TensorView<const float, 2> as_f32(const Weight& weight) {
     if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) return *f32;
-    const auto& bf16 = std::get<TensorView<const Bf16, 2>>(weight.value);
-    const auto out = matrix(f32_, bf16.shape[0], bf16.shape[1]);
-    for (std::int64_t row = 0; row < out.shape[0]; ++row) {
-      for (std::int64_t col = 0; col < out.shape[1]; ++col) {
-        out.data[row * out.stride[0] + col] = to_float(bf16.data[row * bf16.stride[0] + col]);
-      }
-    }
-    return out;
+    f32_ = f32_of(weight);
+    const std::int64_t rows = rows_of(weight);
+    return matrix(f32_, rows, static_cast<std::int64_t>(f32_.size()) / rows);
   }
 
   void send_plain(const WeightId& id, const Weight& weight) {
@@ -86,7 +75,7 @@ class Sender {
       }
     }
     to_.put({id, TensorView<const Bf16, 2>(out)});
-    sent(id, crc_of(bf16_), bf16_.size() * sizeof(Bf16));
+    sent(id, checksum(out), bf16_.size() * sizeof(Bf16));
   }
 
   void send_quantized(const WeightId& id, TensorView<const float, 2> f32) {
@@ -107,8 +96,7 @@ class Sender {
       throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
     }
     add_error(f32, packed);
-    to_.put({id, PackedView<const std::uint8_t>(packed)});
-    sent(id, checksum(), codes_.size() + scales_.size() + sizeof global_);
+    put_codes(id, packed);
   }
 
   /// Codes that come from a checkpoint pass as they are.
@@ -117,24 +105,15 @@ class Sender {
       throw Error(cat({"weight ", to_string(id), " comes as codes, but the contract leaves it in ",
                        "BF16: load it under the contract that it was made by"}));
     }
-    const auto copy = [](const TensorView<const std::uint8_t, 2>& view,
-                         std::vector<std::uint8_t>& out) {
-      const auto to = matrix(out, view.shape[0], view.shape[1]);
-      for (std::int64_t row = 0; row < to.shape[0]; ++row) {
-        std::copy_n(view.data + row * view.stride[0], to.shape[1], to.data + row * to.stride[0]);
-      }
-    };
-    copy(from.codes, codes_);
-    copy(from.scales, scales_);
-    global_ = from.global.empty() ? 1.0f : from.global.data[0];
-    to_.put({id, from});
-    sent(id, checksum(), codes_.size() + scales_.size() + sizeof global_);
+    put_codes(id, from);
   }
 
-  std::uint32_t checksum() const {
-    std::vector<std::byte> global;
-    put_le(global, std::bit_cast<std::uint32_t>(global_));
-    return crc32c(global, crc_of(scales_, crc_of(codes_)));
+  void put_codes(const WeightId& id, const PackedView<const std::uint8_t>& codes) {
+    to_.put({id, codes});
+    const auto bytes = [](const auto& view) {
+      return static_cast<std::size_t>(view.shape[0] * view.shape[1]);
+    };
+    sent(id, checksum(codes), bytes(codes.codes) + bytes(codes.scales) + sizeof(float));
   }
 
   void add_error(TensorView<const float, 2> f32, const PackedView<const std::uint8_t>& packed) {

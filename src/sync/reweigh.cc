@@ -4,12 +4,10 @@
 #include <cmath>
 #include <numbers>
 
-#include "base/error.h"
 #include "base/parallel.h"
 #include "base/philox.h"
-#include "base/text.h"
 #include "model/names.h"
-#include "numerics/bf16.h"
+#include "model/values.h"
 
 namespace lockstep::sync {
 namespace {
@@ -20,43 +18,9 @@ using Role = WeightId::Role;
 constexpr std::uint32_t kStream = 0x40000000;
 constexpr std::int64_t kGrain = 1 << 14;  // pairs worth a task
 
-/// A weight's numbers in FP32, row by row.
-std::vector<float> numbers_of(const Weight& weight) {
-  const auto copy = [](const auto& view, auto&& convert) {
-    std::vector<float> numbers;
-    numbers.reserve(static_cast<std::size_t>(view.shape[0] * view.shape[1]));
-    for (std::int64_t row = 0; row < view.shape[0]; ++row) {
-      for (std::int64_t col = 0; col < view.shape[1]; ++col) {
-        numbers.push_back(convert(view.data[row * view.stride[0] + col * view.stride[1]]));
-      }
-    }
-    return numbers;
-  };
-  if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) {
-    return copy(*f32, [](float x) { return x; });
-  }
-  if (const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value)) {
-    return copy(*bf16, [](Bf16 x) { return to_float(x); });
-  }
-  throw Error(cat({"weight ", to_string(weight.id),
-                   " comes as codes, which cannot be changed on their way: give BF16 or FP32"}));
-}
-
 Weight weight_of(const WeightId& id, const std::vector<float>& numbers, std::int64_t rows) {
   const auto cols = static_cast<std::int64_t>(numbers.size()) / rows;
   return {id, TensorView<const float, 2>{numbers.data(), {rows, cols}, {cols, 1}}};
-}
-
-std::int64_t rows_of(const Weight& weight) {
-  return std::visit(
-      [](const auto& view) {
-        if constexpr (requires { view.codes; }) {
-          return view.codes.shape[0];
-        } else {
-          return view.shape[0];
-        }
-      },
-      weight.value);
 }
 
 /// x[i] += size e_i, two draws from four words.
@@ -110,7 +74,7 @@ void Noised::each(const std::function<void(const Weight&)>& visit) const {
   from_.each([&](const Weight& weight) {
     const std::uint32_t own = index++;
     if (sigma_ == 0.0 || !gets_noise(on_, weight.id.role)) return visit(weight);
-    std::vector<float> numbers = numbers_of(weight);
+    std::vector<float> numbers = f32_of(weight);
     const double size = on_ == NoiseOn::kExperts ? sigma_ * rms(numbers) : sigma_;
     add_gaussian(numbers, size, seed_, own, version_);
     visit(weight_of(weight.id, numbers, rows_of(weight)));
@@ -124,7 +88,7 @@ void Rescaled::each(const std::function<void(const Weight&)>& visit) const {
     if (scale_ == 1.0 || (!grows && role != Role::kRouter && role != Role::kGateUp)) {
       return visit(weight);
     }
-    std::vector<float> numbers = numbers_of(weight);
+    std::vector<float> numbers = f32_of(weight);
     for (float& x : numbers) x = static_cast<float>(grows ? x * scale_ : x / scale_);
     visit(weight_of(weight.id, numbers, rows_of(weight)));
   });
