@@ -108,7 +108,7 @@ struct RowLayout {
   }
 };
 
-// The sizes of methods.md 1.3 and 5.6 for a row of 2048: 1.5, 1.125 and 4.5 bits an element.
+// The sizes of docs/formats/record.md for a row of 2048: 1.5, 1.125 and 4.5 bits an element.
 static_assert(RowLayout{Encoding::kLsb, 2048}.bytes() == 2048 * 3 / 2 / 8 + 1);
 static_assert(RowLayout{Encoding::kLsbScaleMod4, 2048}.bytes() == 2048 * 9 / 8 / 8 + 1);
 static_assert(RowLayout{Encoding::kCodes, 2048}.bytes() == 2048 * 9 / 2 / 8 + 1);

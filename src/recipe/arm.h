@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-/// Whose experts the trainer's update takes (methods.md 4.4).
+/// Whose experts the trainer's update takes (docs/methods.md, What they share).
 enum class RoutingReplay : std::uint8_t {
   kNone,  // each pass its own
   kR2,    // those of the trainer's own pass over the old policy

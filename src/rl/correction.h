@@ -20,7 +20,7 @@ struct TokenWeights {
   double lambda = 0;  // of kAis
 };
 
-/// Corrections and rejections of methods.md 4.3. Collective.
+/// What `correction` and `reject` of docs/methods.md, Losses and corrections, ask. Collective.
 TokenWeights token_weights(const Options& options, const Batch& batch, Comm& comm);
 
 /// AIS mixes uncorrected and corrected gradients by three diagnostics of the batch: effective

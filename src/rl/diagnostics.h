@@ -8,7 +8,7 @@
 
 namespace lockstep::rl {
 
-/// How far apart trainer and rollout are, and how rewards and responses lie: methods.md 4.6 under
+/// How far apart trainer and rollout are, and how rewards and responses lie: docs/metrics.md, under
 /// the names that users plot. `train_logp` is the trainer's log-probs before the first update,
 /// guided as the loss sees them; trajectories whose row is empty are left out of the gap.
 /// d = train - rollout throughout. Collective.

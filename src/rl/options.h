@@ -20,7 +20,7 @@ enum class Surrogate : std::uint8_t {
   kScoreCentering,
 };
 
-/// What stands between the rollout's policy and the update (methods.md 4.3): a weight from
+/// What stands between the rollout's policy and the update (docs/methods.md): a weight from
 /// rho = pi_old / pi_roll, without gradient.
 enum class Correction : std::uint8_t {
   kNone,
@@ -47,7 +47,7 @@ enum class Aggregation : std::uint8_t {
   kSeqMeanTokenSum,   // summed over a response's tokens, over sum_length, then over responses
 };
 
-/// Estimators of KL(pi_theta || pi_ref), x = log pi_theta - log pi_ref (methods.md 4.5).
+/// Estimators of KL(pi_theta || pi_ref), x = log pi_theta - log pi_ref.
 enum class Kl : std::uint8_t {
   kK1,      // x
   kK2,      // x^2 / 2

@@ -1,5 +1,5 @@
 /// The guided inputs of the routed experts, and guided K and V: the trainer's own numbers, rounded
-/// toward the codes that the rollout used (methods.md 1.1, A.3). Products then run on values that
+/// toward the codes that the rollout used (docs/methods.md, TRACE). Products then run on values that
 /// FP4 codes name, and their gradients see the same values; the gradient of the rounding itself is
 /// the identity.
 #include "kernels/exact/audit.h"

@@ -138,7 +138,7 @@ Guided run(Case& c, Guidance guidance, std::vector<std::uint8_t>& records, Isa i
   return result;
 }
 
-// ---- An independent reading of numerics.md section 4, in double, element by element ----
+// ---- An independent reading of docs/methods.md, TRACE, in double, element by element ----
 
 constexpr double kGrid[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
 

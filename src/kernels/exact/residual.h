@@ -1,5 +1,5 @@
 /// Residual compensation (QUADS): the rollout multiplies Q(X) - Q'(Q(X) - X), where Q' quantizes
-/// the residual of chosen channels. methods.md's Eq. 20 and 21: the error is quantized minus true,
+/// the residual of chosen channels. The error is quantized minus true (docs/methods.md, QUADS),
 /// so it is subtracted; w4a4() does that in one sum.
 #pragma once
 
