@@ -156,6 +156,42 @@ def test_damaged_segments_are_passed_over(run):
     assert call(command(run)).returncode == 0
 
 
+# --- what calibration found -----------------------------------------------------------------------
+
+def calibrated(run, key):
+    """The key's value in a run's recipe, and the contract's id."""
+    section, name = key.split(".")
+    text = (run / "recipe.toml").read_text()
+    at = text.index(f"\n[{section}]\n")
+    line = next(x for x in text[at + 1:].splitlines() if x.startswith(f"{name} = "))
+    return line.removeprefix(f"{name} = "), text.splitlines()[0]
+
+
+@pytest.mark.parametrize("key, arm", [
+    ("contract.kv_exponents", ["arm=trace"]),
+    ("residual.groups", ["arm=quads", "residual.scope=static"]),
+])
+def test_R26_a_resumed_run_keeps_what_calibration_found(tmp_path, key, arm):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert call(command(whole, 2, *arm)).returncode == 0
+    assert call(command(part, 1, *arm)).returncode == 0
+    found, contract = calibrated(part, key)
+    assert len(found) > 4
+    done = call(command(part, 2, *arm))
+    assert done.returncode == 0, done.stderr
+    assert calibrated(part, key) == (found, contract) == calibrated(whole, key)
+    sameness = [[{k: v for k, v in json.loads(line).items()
+                  if not k.startswith(("timing_s/", "perf/"))} for line in lines(run)]
+                for run in (part, whole)]
+    assert sameness[0] == sameness[1]
+    # Another value is another contract, whoever gives it.
+    value = json.loads(found)
+    flipped = value.translate(str.maketrans("01", "10")) if isinstance(value, str) else [
+        n + 1 for n in value]
+    other = json.dumps(flipped)
+    refused(call(command(part, 2, *arm, f"{key}={other}")), 1, key)
+
+
 # --- the disk -------------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -44,15 +44,14 @@ void check(Cell& cell) {
   const ModelConfig model = value_or_throw(read_config(recipe::find(cell.recipe.model, "model")));
   Arm arm = checked_arm(cell.recipe, model);
   cell.full_code_bytes = static_cast<double>(recipe::full_code_bytes(model));
-  if (!fs::exists(cell.folder / "recipe.toml")) return;
-  const std::string before = value_or_throw(read_text(cell.folder / "recipe.toml"));
+  const fs::path file = cell.folder / "recipe.toml";
+  if (!fs::exists(file)) return;
+  const std::string before = value_or_throw(read_text(file));
   recipe::Recipe now = cell.recipe;
-  if (now.arm.kv_exponents.empty()) {  // calibrated when the run began
-    now.arm.kv_exponents = recipe::parse_recipe(before, "recipe.toml").arm.kv_exponents;
-    arm = bind(now.arm, model, now.rollout, now.rl);
-  }
-  std::string different = recipe::hindrances(before, recipe::resolved(now, arm.contract.id()),
-                                             (cell.folder / "recipe.toml").string());
+  recipe::take_calibrated(before, file.string(), now);
+  arm = bind(now.arm, model, now.rollout, now.rl);
+  std::string different =
+      recipe::hindrances(before, recipe::resolved(now, arm.contract.id()), file.string());
   std::replace(different.begin(), different.end(), '\n', ';');
   if (!different.empty()) {
     throw Usage(cat({cell.folder.string(), " began with another recipe (", different,

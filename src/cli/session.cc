@@ -87,10 +87,7 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
   Arm arm = checked_arm(recipe, policy.config);
   const bool cache =
       arm.contract.k.global == GlobalScale::kStatic && recipe.arm.kv_exponents.empty();
-  const bool channels = arm.rollout.residual_scope == rollout::ResidualScope::kStatic &&
-                        (arm.rollout.residual == rollout::Residual::kChannels ||
-                         arm.rollout.residual == rollout::Residual::kBlocks) &&
-                        recipe.arm.residual_groups.empty();
+  const bool channels = rollout::takes_groups(arm.rollout) && recipe.arm.residual_groups.empty();
   if (!cache && !channels) return arm;
   const std::vector<std::vector<Token>> batch = calibration_batch(policy, task);
   if (cache) {

@@ -18,14 +18,6 @@
 namespace lockstep::cli {
 namespace {
 
-/// What calibration found stands in the run's own recipe: a resumed run takes it from there.
-void take_exponents(const step::RunDir& run_dir, recipe::Recipe& recipe) {
-  const std::string before = run_dir.recipe();
-  if (before.empty() || !recipe.arm.kv_exponents.empty()) return;
-  const std::string file = (run_dir.folder() / "recipe.toml").string();
-  recipe.arm.kv_exponents = recipe::parse_recipe(before, file).arm.kv_exponents;
-}
-
 /// Refuses what the disk has no room for before the run begins.
 void check_room(const recipe::Budget& budget, const std::filesystem::path& folder) {
   std::error_code error;
@@ -102,7 +94,9 @@ class Training {
  private:
   /// The arm, after all that can be refused without reading a weight.
   Arm prepared(const Begin& begin) {
-    take_exponents(run_dir_, recipe_);
+    if (const std::string began = run_dir_.recipe(); !began.empty()) {
+      recipe::take_calibrated(began, (run_dir_.folder() / "recipe.toml").string(), recipe_);
+    }
     const Arm arm = checked_arm(recipe_, policy_.config);
     check_prompts(*task_, recipe_, arm, policy_.config);
     if (!run_dir_.recipe().empty()) {

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/text.h"
+#include "recipe/recipe.h"
 
 namespace lockstep::instruments {
 namespace {
@@ -119,7 +120,7 @@ std::string differing_keys(const std::vector<ArmRuns>& arms) {
   for (const std::string& name : names) {
     std::set<std::string> values;
     for (const ArmRuns& arm : arms) values.insert(value_or(*arm.runs[0], name, "–"));
-    if (values.size() < 2 || name == "arm" || name == "contract.kv_exponents") continue;
+    if (values.size() < 2 || name == "arm" || recipe::is_calibrated(name)) continue;
     rows += "<tr><th>" + escaped(name) + "</th>";
     for (const ArmRuns& arm : arms) {
       rows += "<td>" + escaped(value_or(*arm.runs[0], name, "–")) + "</td>";

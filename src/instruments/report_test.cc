@@ -10,7 +10,9 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "instruments/chart.h"
+#include "instruments/report_tables.h"
 #include "instruments/series.h"
+#include "recipe/recipe.h"
 
 namespace lockstep::instruments {
 namespace {
@@ -147,6 +149,22 @@ TEST_F(RunFolders, SeedsAreOneArmAndOtherRecipesAnother) {
   const Spread last = figure(arms[1], "m", Over::kLast);
   EXPECT_EQ(last.mean, 2);
   EXPECT_EQ(last.deviation, 0);
+}
+
+TEST_F(RunFolders, WhatCalibrationFoundSplitsNoArm) {
+  for (const std::string_view key : recipe::kCalibrated) {
+    const std::string line = "[" + std::string(key.substr(0, key.find('.'))) + "]\n" +
+                             std::string(key.substr(key.find('.') + 1)) + " = ";
+    put("1", "{\"step\": 1}\n", recipe_text("quads", 1) + line + "\"01\"\n");
+    put("2", "{\"step\": 1}\n", recipe_text("quads", 2) + line + "\"10\"\n");
+    const std::vector<RunData> runs = read_runs(root_);
+    const std::vector<ArmRuns> arms = arms_of(runs);
+    ASSERT_EQ(arms.size(), 1u) << key;
+    EXPECT_EQ(arms[0].runs.size(), 2u) << key;
+    put("2", "{\"step\": 1}\n", recipe_text("naive", 1) + line + "\"10\"\n");
+    const std::string tables = recipe_tables(arms_of(read_runs(root_)));
+    EXPECT_EQ(tables.find("<tr><th>" + std::string(key)), std::string::npos) << key;
+  }
 }
 
 TEST(Curve, PoolsStepsAndKeepsTheirRange) {

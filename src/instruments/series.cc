@@ -8,6 +8,8 @@
 #include <set>
 #include <utility>
 
+#include "recipe/recipe.h"
+
 namespace lockstep::instruments {
 namespace {
 
@@ -17,7 +19,8 @@ constexpr std::size_t kSpan = 5;  // steps that "first" and "last" are means of
 /// The recipe without what may differ between seeds of an arm: seeds, and what calibration found.
 std::map<std::string, std::string> method(const RunData& run) {
   std::map<std::string, std::string> keys = run.keys;
-  for (const char* key : {"seed", "task.seed", "contract.kv_exponents"}) keys.erase(key);
+  for (const char* key : {"seed", "task.seed"}) keys.erase(key);
+  for (const std::string_view key : recipe::kCalibrated) keys.erase(std::string(key));
   return keys;
 }
 

@@ -318,7 +318,7 @@ Arm bind(const ArmSpec& spec, const ModelConfig& model, const rollout::Options& 
       throw Error(cat({"residual.groups holds '", std::string(1, flag),
                        "'; it takes a 0 or 1 for each group of 16 channels"}));
     }
-    arm.contract.residual_groups.push_back(flag == '1');
+    if (rollout::takes_groups(arm.rollout)) arm.contract.residual_groups.push_back(flag == '1');
   }
   return arm;
 }

@@ -167,7 +167,7 @@ void check_residual(const ArmSpec& spec, const Arm& arm, const ModelConfig& mode
   }
   const auto expected =
       static_cast<std::size_t>(model.num_layers * (model.hidden / 16 + model.expert_width / 16));
-  const std::size_t given = arm.contract.residual_groups.size();
+  const std::size_t given = spec.residual_groups.size();
   if (given != 0 && given != expected) {
     throw Error(cat({"residual.groups has ", given, " flags; the model takes ", expected,
                      ", or none: calibrated at the start"}));

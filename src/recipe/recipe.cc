@@ -444,6 +444,18 @@ std::string hindrances(std::string_view before, std::string_view after,
   return left;
 }
 
+void take_calibrated(std::string_view began, const std::string& file, Recipe& recipe) {
+  const std::vector<Key> own = keys(recipe);
+  std::vector<Entry> found = parse(began, file);
+  std::erase_if(found, [&](const Entry& entry) {
+    if (!is_calibrated(entry.name)) return true;
+    const auto key =
+        std::find_if(own.begin(), own.end(), [&](const Key& k) { return k.name == entry.name; });
+    return !is_empty(key->target);
+  });
+  assign(found, own);
+}
+
 std::filesystem::path find(const std::string& path, const std::string& key) {
   if (std::filesystem::exists(path)) return path;
   const char* home = std::getenv("LOCKSTEP_HOME");

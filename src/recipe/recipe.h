@@ -2,9 +2,12 @@
 /// resolved copy in each run directory prints every key with its value and what it means.
 #pragma once
 
+#include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/tasks.h"
@@ -93,6 +96,18 @@ std::string hindrances(std::string_view before, std::string_view after,
 inline constexpr const char* kExtending =
     "a run goes on with more schedule.steps, and other schedule.save_every, schedule.keep and "
     "eval.every";
+
+/// The keys that calibration fills in when a run begins, where its recipe leaves them empty. They
+/// are the run's from then on, and no part of its method: seeds of one arm differ in them.
+inline constexpr std::string_view kCalibrated[] = {"contract.kv_exponents", "residual.groups"};
+
+constexpr bool is_calibrated(std::string_view key) {
+  return std::find(std::begin(kCalibrated), std::end(kCalibrated), key) != std::end(kCalibrated);
+}
+
+/// Takes the calibrated keys that `recipe` leaves empty from the resolved recipe `began` of a run
+/// that is to go on. Throws Error naming `file` where that is none.
+void take_calibrated(std::string_view began, const std::string& file, Recipe& recipe);
 
 /// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Error with
 /// `key` where neither is there.

@@ -62,6 +62,16 @@ using Target =
     std::variant<bool*, std::int32_t*, std::int64_t*, std::uint64_t*, float*, double*, std::string*,
                  std::vector<std::int8_t>*, Choice, Flags, Bytes, Interval, Format>;
 
+/// Is the target a text or a list with nothing in it?
+inline bool is_empty(const Target& target) {
+  return std::visit(
+      [](const auto& value) {
+        if constexpr (requires { value->empty(); }) return value->empty();
+        return false;
+      },
+      target);
+}
+
 /// A key, and where its value goes. What the target holds before reading is the default.
 struct Key {
   std::string name;

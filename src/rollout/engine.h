@@ -56,6 +56,12 @@ struct Options {
   bool record_bf16 = false;
 };
 
+/// Does the second pass take the groups that the contract names?
+constexpr bool takes_groups(const Options& options) {
+  return options.residual_scope == ResidualScope::kStatic &&
+         (options.residual == Residual::kChannels || options.residual == Residual::kBlocks);
+}
+
 /// A trajectory to be continued: a prompt, a next turn, or one that a weight update interrupted.
 struct Request {
   Trajectory prefix;  // tokens, path and sampling; what is in the cache is not recomputed

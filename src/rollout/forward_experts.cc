@@ -40,9 +40,7 @@ void require_residual(const Agreement& agreement, const Options& options) {
                      "; expected 1, 0.5 or 0.25, whose products are "
                      "exact"}));
   }
-  const bool chooses =
-      options.residual == Residual::kChannels || options.residual == Residual::kBlocks;
-  if (chooses && options.residual_scope == ResidualScope::kStatic) {
+  if (takes_groups(options)) {
     const ModelConfig& m = agreement.model;
     const auto expected =
         static_cast<std::size_t>(m.num_layers * (m.hidden / 16 + m.expert_width / 16));
@@ -186,7 +184,7 @@ PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
       options_.residual == Residual::kChannels || options_.residual == Residual::kBlocks;
   if (chooses && options_.residual_scope == ResidualScope::kBatch) {
     args.choice = kernels::ResidualChoice::kBatch;
-  } else if (chooses && options_.residual_scope == ResidualScope::kStatic) {
+  } else if (takes_groups(options_)) {
     const std::int64_t first = layer.value * (d_ / 16 + f_ / 16);
     args.choice = kernels::ResidualChoice::kStatic;
     args.chosen = {
