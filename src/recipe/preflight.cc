@@ -252,11 +252,12 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
                      sampling.max_new_tokens, " new tokens, which takes ",
                      bytes_text(b.cache_per_token * longest), "; raise rollout.cache"}));
   }
-  if (b.record_per_token * sampling.max_new_tokens > r.store.ram_bytes) {
-    throw Error(
-        cat({"store.ram is ", bytes_text(r.store.ram_bytes),
-             ", too small for one sequence's records of ",
-             bytes_text(b.record_per_token * sampling.max_new_tokens), "; raise store.ram"}));
+  const std::int64_t records = b.record_per_token * (prompt_tokens + sampling.max_new_tokens);
+  if (records > r.store.ram_bytes) {
+    throw Error(cat({"store.ram is ", bytes_text(r.store.ram_bytes),
+                     ", too small for the records of one sequence of ", prompt_tokens,
+                     " given and ", sampling.max_new_tokens, " new tokens, which take ",
+                     bytes_text(records), "; raise store.ram"}));
   }
 }
 

@@ -289,6 +289,55 @@ TEST(Preflight, FormatsThatDoNotGoTogetherAreRefused) {
   EXPECT_EQ(contradiction("arm = \"mxfp4_trace\"\n[guide]\nmode = \"lsb_scale_mod4\""), "");
 }
 
+TEST(Preflight, RecordsOfTheLongestPromptHaveRoomToo) {
+  const auto refusal = [](std::int64_t ram, std::int64_t prompt) -> std::string {
+    Recipe r = parse_recipe("[rollout]\nmax_new_tokens = 8", "r");
+    r.store.ram_bytes = ram;
+    const Arm arm = bind(r.arm, kModel, r.rollout, r.rl);
+    try {
+      check(r, arm, kModel, prompt);
+      return "";
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  const Recipe r = parse_recipe("", "r");
+  const std::int64_t token = budget(r, bind(r.arm, kModel), kModel).record_per_token;
+  EXPECT_EQ(refusal(18 * token, 10), "");
+  EXPECT_EQ(refusal(18 * token - 1, 10).find("store.ram is"), 0u);
+  EXPECT_NE(refusal(18 * token - 1, 10).find("10 given and 8 new tokens"), std::string::npos);
+  EXPECT_EQ(refusal(8 * token, 0), "");
+}
+
+TEST(Recipe, ARunKeepsWhatCalibrationFound) {
+  Recipe began = parse_recipe("arm = \"quads\"\n[residual]\nscope = \"static\"", "r");
+  began.arm.kv_exponents = {-3, 4};
+  began.arm.residual_groups = "0110";
+  const std::string text = resolved(began, ContractId{1});
+  for (const std::string_view key : kCalibrated) {
+    EXPECT_NE(text.find(std::string(key.substr(key.find('.') + 1)) + " = "), std::string::npos);
+    EXPECT_TRUE(is_calibrated(key));
+  }
+  Recipe on = parse_recipe("arm = \"quads\"\n[residual]\nscope = \"static\"", "r");
+  take_calibrated(text, "recipe.toml", on);
+  EXPECT_EQ(on.arm.kv_exponents, began.arm.kv_exponents);
+  EXPECT_EQ(on.arm.residual_groups, began.arm.residual_groups);
+  EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})), "");
+  on.arm.residual_groups = "1111";  // given: not taken from there
+  take_calibrated(text, "recipe.toml", on);
+  EXPECT_EQ(on.arm.residual_groups, "1111");
+  EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})),
+            "residual.groups: \"0110\" / \"1111\"\n");
+}
+
+TEST(Arm, GroupsAreTheContractsOnlyWhereAPassTakesThem) {
+  ArmSpec spec = arm_spec("quads");
+  spec.residual_groups = "01";
+  EXPECT_TRUE(bind(spec, kModel).contract.residual_groups.empty());
+  spec.residual_scope = rollout::ResidualScope::kStatic;
+  EXPECT_EQ(bind(spec, kModel).contract.residual_groups, (std::vector<std::uint8_t>{0, 1}));
+}
+
 TEST(Preflight, BytesOfFormats) {
   const auto record = [](const char* arm) {
     const Recipe r = parse_recipe(std::string("arm = \"") + arm + "\"", "r");
