@@ -60,7 +60,8 @@ double update(train::Trainer& trainer, const std::vector<Trajectory>& batch, Met
         }
         return sum;
       });
-  metrics = trainer.update();
+  trainer.update();
+  metrics = trainer.metrics();
   metrics["train/loss"] = loss;
   metrics["train/tokens"] = static_cast<double>(tokens);
   return loss;

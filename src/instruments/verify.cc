@@ -260,7 +260,8 @@ void Verifier::refit(Check& check) {
 void Verifier::capture(Check& check) {
   const std::vector<Trajectory> batch = rolled();
   trainer_->accumulate(batch, store_.get(), [](std::size_t, auto, auto) { return 0.0; });
-  const Metrics metrics = trainer_->update();
+  trainer_->update();
+  const Metrics metrics = trainer_->metrics();
   const Gap forced = gap_between(batch, trainer_->logprobs(batch, store_.get()));
   const auto metric = [&](const char* name) {
     const auto found = metrics.find(name);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/id.h"
@@ -61,7 +62,10 @@ struct Trajectory {
   std::vector<Span> path{};                   // covers 0..T-2 in order, without gaps
   Sampling sampling{};
   Finish finish = Finish::kNone;
-  std::int32_t rewritten_from = -1;  // a foreign engine computed again from here; -1: it did not
+  // A foreign engine went on from here after it had computed all positions before again: what it
+  // sampled before came from K, V and records that are no more. -1: it did not.
+  std::int32_t rewritten_from = -1;
+  bool rewritten(std::size_t position) const { return std::cmp_less(position, rewritten_from); }
 
   // [T, k] the k likeliest tokens at each draw, in falling order, and the rollout's log-probs of
   // them; 0 where response_mask is 0. Empty: the engine was not asked.

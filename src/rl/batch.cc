@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -70,6 +71,10 @@ void Batch::check() const {
     }
     if (std::count(t.response_mask.begin(), t.response_mask.end(), 1) == 0) {
       throw Error(cat({"trajectory ", i, " has no response token"}));
+    }
+    if (std::cmp_greater(t.rewritten_from, t.tokens.size())) {
+      throw Error(cat({"trajectory ", i, " was rewritten from ", t.rewritten_from, " on and has ",
+                       t.tokens.size(), " tokens"}));
     }
     if (!std::isfinite(rewards[i])) {
       throw Error(cat({"the reward of trajectory ", i, " is ", rewards[i]}));

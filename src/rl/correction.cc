@@ -26,16 +26,18 @@ Response read(const Options& options, const Batch& batch, std::size_t i, TokenWe
   out.rho[i].assign(t.tokens.size(), 1.0f);
   for (std::size_t p = 0; p < t.tokens.size(); ++p) {
     if (t.response_mask[p] == 0) continue;
+    // An engine that gives no number for a token says nothing about its ratio: it stays 1.
+    const bool unknown = std::isnan(t.rollout_logp[p]);
+    const bool old_unknown = unknown && options.bypass;  // the rollout's stands for the old one
     // A token that a filter on the other side had ruled out has no ratio.
-    if (batch.leaves(options, i) || std::isinf(t.rollout_logp[p]) ||
-        !std::isfinite(batch.old_logp[i][p])) {
-      ++out.masked_tokens;
+    if (batch.leaves(options, i) || t.rewritten(p) || std::isinf(t.rollout_logp[p]) ||
+        (!std::isfinite(batch.old_logp[i][p]) && !old_unknown)) {
+      ++out.seen.sums[Seen::kMasked];
       continue;
     }
     out.weight[i][p] = 1;
-    // An engine that gives no number for a token says nothing about its ratio: it stays 1.
-    if (std::isnan(t.rollout_logp[p])) {
-      ++out.unknown_tokens;
+    if (unknown) {
+      ++out.seen.sums[Seen::kUnknown];
       continue;
     }
     const double log_rho = log_ratio(batch.old_logp[i][p], t.rollout_logp[p]);
@@ -70,17 +72,34 @@ double corrected(const Options& options, double rho, double product) {
   return 1;
 }
 
+/// Counts a token that keeps its weight by its ratio: on which side of the bounds it lies.
+void count(const Options& options, double ratio, double weight, Seen& seen) {
+  const double cap = options.correction_cap, floor = options.correction_floor;
+  const bool floored =
+      options.correction == Correction::kCis || options.correction == Correction::kIcePop;
+  const bool high = ratio > cap, low = ratio < (floored ? floor : 1 / cap);
+  seen.sums[Seen::kWeighed] += 1;
+  seen.sums[Seen::kHigh] += high;
+  seen.sums[Seen::kLow] += low;
+  seen.sums[Seen::kCut] += high || (floored && low);
+  if (weight == 0) seen.lightest = 0;  // the sums over weights pass it over
+}
+
 void weigh(const Options& options, const Response& response, std::size_t i, TokenWeights& out) {
   const double product = std::exp(std::clamp(response.log_rho, -kMaxLogRatio, kMaxLogRatio));
   const bool whole = rejects(options.reject, response);
-  out.rejected_sequences += whole;
+  out.seen.sums[Seen::kRejectedSequences] += whole;
   for (std::size_t p = 0; p < out.weight[i].size(); ++p) {
     if (out.weight[i][p] == 0) continue;
     const double rho = out.rho[i][p];
     const bool gone = whole || outside(rho, options.reject.token_low, options.reject.token_high);
     const double weight = gone ? 0 : corrected(options, rho, product);
     out.weight[i][p] = static_cast<float>(weight);
-    out.rejected_tokens += weight == 0;
+    if (gone) {
+      out.seen.sums[Seen::kRejected] += 1;
+    } else {
+      count(options, options.correction == Correction::kSeqTis ? product : rho, weight, out.seen);
+    }
   }
 }
 
@@ -102,10 +121,12 @@ void mix(const Options& options, TokenWeights& out, Comm& comm) {
   comm.sum(sums);
   if (sums[0] == 0) return;
   const double mean = sums[1] / sums[0], square = sums[2] / sums[0];
-  out.lambda = ais_lambda(options, mean * mean / square, sums[3] / sums[0], square - mean * mean);
+  const double lambda =
+      ais_lambda(options, mean * mean / square, sums[3] / sums[0], square - mean * mean);
+  out.seen.lambda = lambda;
   each_usable(out, [&](std::size_t i, std::size_t p) {
     float& w = out.weight[i][p];
-    w = static_cast<float>(1 + out.lambda * (w - 1.0));
+    w = static_cast<float>(1 + lambda * (w - 1.0));
   });
 }
 
@@ -116,8 +137,21 @@ void normalize(TokenWeights& out, Comm& comm) {
   comm.sum(sums);
   if (sums[1] == 0) return;
   const double mean = sums[1] / sums[0];
+  out.seen.norm = mean;
   each_usable(out, [&](std::size_t i, std::size_t p) {
     out.weight[i][p] = static_cast<float>(out.weight[i][p] / mean);
+  });
+}
+
+/// The weights as the loss will find them.
+void add_up(TokenWeights& out) {
+  Seen& seen = out.seen;
+  each_usable(out, [&](std::size_t i, std::size_t p) {
+    const double w = out.weight[i][p];
+    seen.sums[Seen::kWeight] += w;
+    seen.sums[Seen::kWeight2] += w * w;
+    seen.heaviest = std::max(seen.heaviest, w);
+    seen.lightest = std::min(seen.lightest, w);
   });
 }
 
@@ -139,6 +173,7 @@ TokenWeights token_weights(const Options& options, const Batch& batch, Comm& com
   }
   if (options.correction == Correction::kAis) mix(options, out, comm);
   if (options.correction_batch_norm) normalize(out, comm);
+  add_up(out);
   return out;
 }
 

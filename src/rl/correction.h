@@ -6,18 +6,15 @@
 #include "device/comm.h"
 #include "rl/batch.h"
 #include "rl/options.h"
+#include "rl/seen.h"
 
 namespace lockstep::rl {
 
 /// What each response token weighs before its advantage: the correction, and 0 where it is masked.
 struct TokenWeights {
-  PerToken weight;             // empty where the trajectory has no old log-probs
-  PerToken rho;                // pi_old / pi_roll, 1 where the engine gave no number
-  double masked_tokens = 0;    // tainted or cut-off samples, and what the other side had ruled out
-  double unknown_tokens = 0;   // without a rollout log-prob
-  double rejected_tokens = 0;  // by a rule of Rejection
-  double rejected_sequences = 0;
-  double lambda = 0;  // of kAis
+  PerToken weight;  // empty where the trajectory has no old log-probs
+  PerToken rho;     // pi_old / pi_roll, 1 where the engine gave no number
+  Seen seen;        // what was masked, rejected and weighed
 };
 
 /// What `correction` and `reject` of docs/methods.md, Losses and corrections, ask. Collective.

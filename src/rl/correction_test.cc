@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <string>
 
 namespace lockstep::rl {
 namespace {
@@ -51,6 +53,50 @@ TEST_F(Corrections, ByToken) {
   expect(of(Correction::kSeqTis), {0.56, 0.56, 0.56, 0.56});
 }
 
+TEST_F(Corrections, AreToldOfAsTheyAreUsed) {
+  const std::vector<std::vector<double>> rho = {{0.1, 0.8, 1.0, 7.0}};
+  const auto told = [&](Options options) {
+    const auto comm = Comm::single();
+    Seen seen = weights(options, rho).seen;
+    seen.updates = 1;
+    return seen.metrics(options, *comm);
+  };
+  const std::string name = "rollout_corr/rollout_is_";
+  const auto of = [&](Correction c) {
+    return told({.correction = c, .correction_floor = 0.5f, .correction_cap = 5.0f});
+  };
+  const auto expect_weights = [&](const Metrics& m, std::vector<double> w) {
+    double sum = 0, square = 0;
+    for (const double x : w) sum += x, square += x * x;
+    const auto n = static_cast<double>(w.size());
+    EXPECT_NEAR(m.at(name + "mean"), sum / n, 1e-5);
+    EXPECT_NEAR(m.at(name + "std"), std::sqrt(square / n - sum * sum / n / n), 1e-5);
+    EXPECT_NEAR(m.at(name + "max"), *std::max_element(w.begin(), w.end()), 1e-5);
+    EXPECT_NEAR(m.at(name + "min"), *std::min_element(w.begin(), w.end()), 1e-5);
+    EXPECT_NEAR(m.at(name + "eff_sample_size"), sum * sum / (n * square), 1e-5);
+  };
+  const Metrics tis = of(Correction::kTis), cis = of(Correction::kCis);
+  const Metrics icepop = of(Correction::kIcePop), sequence = of(Correction::kSeqTis);
+  expect_weights(tis, {0.1, 0.8, 1, 5});
+  expect_weights(cis, {0.5, 0.8, 1, 5});
+  expect_weights(icepop, {0, 0.8, 1, 0});
+  expect_weights(sequence, {0.56, 0.56, 0.56, 0.56});
+  EXPECT_EQ(tis.at(name + "oob_ratio"), 0.25);
+  EXPECT_EQ(cis.at(name + "oob_ratio"), 0.5);
+  EXPECT_EQ(icepop.at(name + "oob_ratio"), 0.5);
+  EXPECT_EQ(sequence.at(name + "oob_ratio"), 0);
+  EXPECT_EQ(tis.at(name + "ratio_fraction_high"), 0.25);
+  EXPECT_EQ(tis.at(name + "ratio_fraction_low"), 0.25);                // below 1 / 5
+  EXPECT_EQ(icepop.at("rollout_corr/rollout_rs_masked_fraction"), 0);  // no rule took them
+  EXPECT_FALSE(of(Correction::kNone).contains(name + "mean"));
+  const Metrics normed = told({.correction_cap = 5.0f, .correction_batch_norm = true});
+  EXPECT_NEAR(normed.at(name + "batch_norm_factor"), 6.9 / 4, 1e-5);
+  EXPECT_NEAR(normed.at(name + "mean"), 1, 1e-6);
+  const Metrics rejected = told({.correction_cap = 5.0f, .reject = {.token_high = 2}});
+  expect_weights(rejected, {0.1, 0.8, 1});
+  EXPECT_EQ(rejected.at("rollout_corr/rollout_rs_masked_fraction"), 0.25);
+}
+
 TEST_F(Corrections, BatchNormComesAfterTruncation) {
   const auto w = weights({.correction_cap = 2.0f, .correction_batch_norm = true}, {{1, 9}, {1, 2}});
   expect(w.weight[0], {1 / 1.5, 2 / 1.5});
@@ -65,8 +111,9 @@ TEST_F(Corrections, AisLiesBetweenPlainAndCorrected) {
   expect(weights(options, {{0.5, 3}}).weight[0], {0.5, 3});
   options.ais_ess = 1;  // ESS/N = 1.75^2 / 4.625
   const auto w = weights(options, {{0.5, 3}});
-  EXPECT_NEAR(w.lambda, 1 - 1.75 * 1.75 / 4.625, 1e-6);
-  expect(w.weight[0], {1 - 0.5 * w.lambda, 1 + 2 * w.lambda});
+  const double lambda = w.seen.lambda;
+  EXPECT_NEAR(lambda, 1 - 1.75 * 1.75 / 4.625, 1e-6);
+  expect(w.weight[0], {1 - 0.5 * lambda, 1 + 2 * lambda});
 }
 
 TEST_F(Corrections, Rejections) {

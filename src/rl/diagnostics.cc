@@ -35,10 +35,6 @@ struct Gap {
     kPt2,
     kPr2,
     kPtPr,
-    kWeight,
-    kWeight2,
-    kHigh,
-    kLow,
     kSeqTrain,
     kSeqRollout,
     kSeqPplTrain,
@@ -50,18 +46,16 @@ struct Gap {
     kCount = kQuadrants + 4
   };
   std::array<double, kCount> sums = {};
-  std::array<double, 5> most = {0, -1e300, -1e300, -1e300, -1e300};  // see put_gap()
+  std::array<double, 3> most = {0, -1e300, -1e300};  // see put_gap()
   Distribution absolute, multiplicative;
 };
 
-void add_token(const Options& options, double advantage, float train, float rollout, Gap& gap) {
+void add_token(double advantage, float train, float rollout, Gap& gap) {
   auto& s = gap.sums;
   const double d = log_ratio(train, rollout);
   const double e = std::exp(d);
   const double pt = std::exp(static_cast<double>(train)),
                pr = std::exp(static_cast<double>(rollout));
-  const double cap = options.correction == Correction::kNone ? 1e300 : options.correction_cap;
-  const double weight = std::min(e, cap);
   s[Gap::kTokens] += 1;
   s[Gap::kDifference] += d;
   s[Gap::kK3] += e - 1 - d;
@@ -80,14 +74,10 @@ void add_token(const Options& options, double advantage, float train, float roll
   s[Gap::kProb2] += (pt - pr) * (pt - pr);
   s[Gap::kPt] += pt, s[Gap::kPr] += pr;
   s[Gap::kPt2] += pt * pt, s[Gap::kPr2] += pr * pr, s[Gap::kPtPr] += pt * pr;
-  s[Gap::kWeight] += weight, s[Gap::kWeight2] += weight * weight;
-  s[Gap::kHigh] += e > 2, s[Gap::kLow] += e < 0.5;
   if (advantage != 0 && d != 0) {
     s[Gap::kQuadrants + (advantage > 0 ? 0 : 2) + (d > 0 ? 0 : 1)] += 1;
   }
   gap.most[0] = std::max(gap.most[0], std::abs(pt - pr));
-  gap.most[1] = std::max(gap.most[1], weight);
-  gap.most[2] = std::max(gap.most[2], -weight);
   gap.absolute.add(std::abs(d));
   gap.multiplicative.add(std::exp(std::abs(d)));
 }
@@ -101,8 +91,8 @@ void add_sequence(double train, double rollout, double tokens, Gap& gap) {
   s[Gap::kSeqPplRatio] += std::exp(a - b);
   s[Gap::kSeqAbs] += std::abs(a - b);
   s[Gap::kSeqChi2] += std::exp(2 * std::clamp(train - rollout, -kMaxLogRatio, kMaxLogRatio)) - 1;
-  gap.most[3] = std::max(gap.most[3], a - b);
-  gap.most[4] = std::max(gap.most[4], b - a);
+  gap.most[1] = std::max(gap.most[1], a - b);
+  gap.most[2] = std::max(gap.most[2], b - a);
 }
 
 Gap measure(const Options& options, const Batch& batch, const PerToken& train_logp) {
@@ -115,8 +105,9 @@ Gap measure(const Options& options, const Batch& batch, const PerToken& train_lo
     double train = 0, rollout = 0, tokens = 0;
     for (std::size_t p = 0; p < t.tokens.size(); ++p) {
       const float a = train_logp[i][p], b = t.rollout_logp[p];
-      if (t.response_mask[p] == 0 || !std::isfinite(a) || !std::isfinite(b)) continue;
-      add_token(options, advantage[i], a, b, gap);
+      if (t.response_mask[p] == 0 || t.rewritten(p)) continue;
+      if (!std::isfinite(a) || !std::isfinite(b)) continue;
+      add_token(advantage[i], a, b, gap);
       train += a, rollout += b, tokens += 1;
     }
     if (tokens > 0) add_sequence(train, rollout, tokens, gap);
@@ -161,18 +152,8 @@ void put_gap(Gap& gap, Comm& comm, Metrics& m) {
   m["rollout_corr/ppl_ratio"] = s[Gap::kSeqPplRatio] / sequences;
   m["rollout_corr/log_ppl_diff"] = (s[Gap::kSeqTrain] - s[Gap::kSeqRollout]) / sequences;
   m["rollout_corr/log_ppl_abs_diff"] = s[Gap::kSeqAbs] / sequences;
-  m["rollout_corr/log_ppl_diff_max"] = gap.most[3];
-  m["rollout_corr/log_ppl_diff_min"] = -gap.most[4];
-
-  const double mean_weight = s[Gap::kWeight] / n;
-  m["rollout_corr/rollout_is_mean"] = mean_weight;
-  m["rollout_corr/rollout_is_std"] =
-      std::sqrt(std::max(0.0, s[Gap::kWeight2] / n - mean_weight * mean_weight));
-  m["rollout_corr/rollout_is_max"] = gap.most[1];
-  m["rollout_corr/rollout_is_min"] = -gap.most[2];
-  m["rollout_corr/rollout_is_eff_sample_size"] = mean_weight * mean_weight / (s[Gap::kWeight2] / n);
-  m["rollout_corr/rollout_is_ratio_fraction_high"] = s[Gap::kHigh] / n;
-  m["rollout_corr/rollout_is_ratio_fraction_low"] = s[Gap::kLow] / n;
+  m["rollout_corr/log_ppl_diff_max"] = gap.most[1];
+  m["rollout_corr/log_ppl_diff_min"] = -gap.most[2];
 
   m["training/rollout_probs_diff_mean"] = s[Gap::kProb] / n;
   m["training/rollout_probs_diff_max"] = gap.most[0];
@@ -241,11 +222,17 @@ Metrics diagnostics(const Options& options, const Batch& batch, const PerToken& 
   put_gap(gap, comm, metrics);
   put_responses(options, batch, comm, metrics);
   metrics.merge(triage(options, batch, train_logp, comm));
-  double tainted = 0;
-  for (std::size_t i = 0; i < batch.size(); ++i) tainted += batch.is_tainted(i);
-  std::array<double, 1> sum = {tainted};
-  comm.sum(sum);
-  metrics["fp4/guide/tainted_samples"] = sum[0];
+  std::array<double, 2> sums = {};  // tainted samples, rewritten tokens
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Trajectory& t = batch.trajectories[i];
+    sums[0] += batch.is_tainted(i);
+    for (std::size_t p = 0; p < t.tokens.size(); ++p) {
+      sums[1] += t.response_mask[p] != 0 && t.rewritten(p);
+    }
+  }
+  comm.sum(sums);
+  metrics["fp4/guide/tainted_samples"] = sums[0];
+  if (sums[1] > 0) metrics["fp4/guide/rewritten_tokens"] = sums[1];
   return metrics;
 }
 

@@ -64,19 +64,21 @@ TEST(Diagnostics, EqualPoliciesAreExactlyEqual) {
         "rollout_corr/chi2_token", "train/js_divergence_error", "rollout_corr/log_ppl_abs_diff"}) {
     EXPECT_EQ(m.at(zero), 0.0) << zero;
   }
-  EXPECT_EQ(m.at("rollout_corr/rollout_is_eff_sample_size"), 1.0);
   EXPECT_EQ(m.at("training/rollout_actor_probs_pearson_corr"), 1.0);
   EXPECT_EQ(m.at("critic/rewards/mean"), 0.5);
   EXPECT_EQ(m.at("response_length/mean"), 1.5);
 }
 
-TEST(Diagnostics, WeightsAreTruncatedAsTheLossTruncatesThem) {
-  const std::vector<Trajectory> t = {response({-9.0f, -1.0f})};
-  const PerToken train = {{0, -1.0f, -1.0f}};
-  EXPECT_EQ(of(t, train, {1}).at("rollout_corr/rollout_is_max"), 5.0);
-  EXPECT_NEAR(
-      of(t, train, {1}, {.correction = Correction::kNone}).at("rollout_corr/rollout_is_max"),
-      std::exp(8.0), 0.01);
+TEST(Diagnostics, LeavesOutWhatWasRewritten) {
+  std::vector<Trajectory> t = {response({-1.0f, -1.0f, -1.0f})};
+  const PerToken train = {{0, -9.0f, -1.5f, -1.5f}};
+  EXPECT_FALSE(of(t, train, {1}).contains("fp4/guide/rewritten_tokens"));
+  t[0].rewritten_from = 2;  // a foreign engine computed the prompt and one token again
+  const Metrics m = of(t, train, {1});
+  EXPECT_EQ(m.at("fp4/guide/rewritten_tokens"), 1);
+  EXPECT_EQ(m.at("train/train_rollout_logprob_abs_diff/count"), 2);
+  EXPECT_NEAR(m.at("train/train_rollout_logprob_abs_diff/max"), 0.5, 1e-6);
+  EXPECT_EQ(m.at("response_length/mean"), 3);
 }
 
 TEST(Diagnostics, LeavesOutWhatHasNoNumber) {

@@ -6,11 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "base/metrics.h"
 #include "device/comm.h"
 #include "rl/batch.h"
 #include "rl/correction.h"
 #include "rl/options.h"
+#include "rl/seen.h"
 #include "rl/surrogate.h"
 
 namespace lockstep::rl {
@@ -26,17 +26,15 @@ class Objective {
   /// The trajectories whose loss is not zero whatever the policy does; the others need no pass.
   const std::vector<std::size_t>& live() const { return live_; }
 
-  /// The loss of trajectory i and its derivative: a train::TokenLoss.
+  /// The loss of trajectory i and its derivative: a train::TokenLoss. From one thread at a time, in
+  /// any order.
   double operator()(std::size_t i, const LogProbs& logp, const Slopes& dlogp);
 
-  /// What the update saw: loss, clip fractions, KL to the old policy, masked tokens. Collective.
-  Metrics metrics(Comm& comm) const;
+  /// What this rank's part of the update saw: losses, clips, KL to the old policy, weights. Of each
+  /// trajectory the last call counts.
+  Seen seen() const;
 
  private:
-  struct Seen {
-    double loss = 0, tokens = 0, clipped_high = 0, clipped_low = 0, log_ratio = 0, kl = 0,
-           dropped = 0;
-  };
   void set_denominators(Comm& comm);
   Term centered(std::size_t i, std::size_t p, double w, const LogProbs& logp,
                 const Slopes& dlogp) const;
@@ -48,7 +46,7 @@ class Objective {
   TokenWeights weights_;
   std::vector<double> denominator_;  // of each trajectory's tokens
   std::vector<std::size_t> live_;
-  Seen seen_;
+  std::vector<Seen> seen_;  // [trajectories]
 };
 
 }  // namespace lockstep::rl

@@ -36,7 +36,8 @@ void add_response(const Options& options, const Trajectory& t, std::span<const f
   Segment segment;
   for (std::size_t p = 0; p < t.tokens.size(); ++p) {
     const float a = train[p], b = t.rollout_logp[p];
-    if (t.response_mask[p] == 0 || !std::isfinite(a) || !std::isfinite(b)) continue;
+    if (t.response_mask[p] == 0 || t.rewritten(p)) continue;
+    if (!std::isfinite(a) || !std::isfinite(b)) continue;
     const double d = log_ratio(a, b);
     const bool deep = d < -options.triage_tail;
     w.tokens += 1, w.near += std::abs(d) < kNear, w.deep += deep;

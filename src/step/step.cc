@@ -18,11 +18,11 @@
 namespace lockstep::step {
 namespace {
 
-/// All updates on a batch. Each pass finds the records that the rollout left. `seen` gets what the
-/// trainer's log-probs were before the first update, where nobody has computed them yet.
+/// All updates on a batch. Each pass finds the records that the rollout left. `before` gets what
+/// the trainer's log-probs were before the first update, where nobody has computed them yet.
 Metrics update(Loop& loop, const TraceSource& records, const rl::Batch& batch,
-               const train::Routes& routes, PerToken& seen) {
-  Metrics metrics;
+               const train::Routes& routes, PerToken& before) {
+  rl::Seen seen;
   const auto updates = static_cast<std::size_t>(loop.schedule.updates_per_step);
   for (std::size_t u = 0; u < updates; ++u) {
     const rl::Batch part = batch.part(u, updates);
@@ -37,7 +37,7 @@ Metrics update(Loop& loop, const TraceSource& records, const rl::Batch& batch,
       if (!routes.empty()) moved_routes.push_back(routes[first + i]);
     }
     const auto loss = [&](std::size_t i, const LogProbs& logp, const Slopes& dlogp) {
-      std::vector<float>& row = seen[first + live[i]];
+      std::vector<float>& row = before[first + live[i]];
       if (row.empty()) row.assign(logp.begin(), logp.end());
       return objective(live[i], logp, dlogp);
     };
@@ -47,9 +47,11 @@ Metrics update(Loop& loop, const TraceSource& records, const rl::Batch& batch,
       throw Error(
           "the loss is not a number; lower trainer.lr, or look at the gap in metrics.jsonl");
     }
-    metrics = loop.trainer.update();
-    metrics.merge(objective.metrics(loop.comm));
+    loop.trainer.update();
+    seen += objective.seen();
   }
+  Metrics metrics = loop.trainer.metrics();
+  metrics.merge(seen.metrics(loop.arm.rl, loop.comm));
   return metrics;
 }
 

@@ -98,6 +98,7 @@ struct Trainer::Impl {
       std::ranges::fill(lane->grads.all(), 0.0f);
       lane->tally = Tally(agreement.model.num_layers);
     }
+    norms.clear();
   }
 
   void restart() {
@@ -150,6 +151,7 @@ struct Trainer::Impl {
   std::unique_ptr<WeightSource> source;
   std::unique_ptr<WeightSink> sink;
   std::mutex loss_mutex;
+  std::vector<double> norms;  // of the gradients of the updates that metrics() has yet to tell of
   std::int64_t updates = 0;
   bool ready = false;
 };
@@ -381,10 +383,8 @@ double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource*
   return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
 
-Metrics Trainer::update() {
+void Trainer::update() {
   Impl& t = *impl_;
-  Tally tally(t.agreement.model.num_layers);
-  for (const auto& lane : t.lanes) tally += lane->tally;
   for (std::size_t i = 1; i < t.lanes.size(); ++i) add(t.lanes[0]->grads, t.lanes[i]->grads);
   const Floats& grads = t.lanes[0]->grads;
   sum_over_ranks(grads, t.comm);
@@ -396,13 +396,26 @@ Metrics Trainer::update() {
   const double limit = t.options.max_grad_norm;
   const double scale = limit > 0.0 && norm > limit ? limit / norm : 1.0;
   adamw(t.parameters, grads, t.options, t.updates, scale);
-  t.forget();
-
-  Metrics metrics = tally.metrics(t.comm);
-  metrics["actor/grad_norm"] = norm;
-  metrics["actor/lr"] = learning_rate(t.options, t.updates);
+  for (const auto& lane : t.lanes) std::ranges::fill(lane->grads.all(), 0.0f);
+  t.norms.push_back(norm);
   ++t.updates;
   t.parameters.refresh();
+}
+
+Metrics Trainer::metrics() {
+  Impl& t = *impl_;
+  Tally tally(t.agreement.model.num_layers);
+  for (const auto& lane : t.lanes) {
+    tally += lane->tally;
+    lane->tally = Tally(t.agreement.model.num_layers);
+  }
+  Metrics metrics = tally.metrics(t.comm);
+  const std::vector<double> norms = std::exchange(t.norms, {});
+  if (norms.empty()) return metrics;
+  metrics["actor/grad_norm"] =
+      std::accumulate(norms.begin(), norms.end(), 0.0) / static_cast<double>(norms.size());
+  metrics["actor/grad_norm/max"] = *std::ranges::max_element(norms);
+  metrics["actor/lr"] = learning_rate(t.options, t.updates - 1);
   return metrics;
 }
 

@@ -82,9 +82,12 @@ class Trainer {
   double accumulate(std::span<const Trajectory> batch, const TraceSource* trace,
                     const TokenLoss& loss, const Routes* routes = nullptr);
 
-  /// Sums gradients over ranks, clips, steps AdamW, clears. What guidance did since the last
-  /// call is among the metrics.
-  Metrics update();
+  /// Sums gradients over ranks, clips, steps AdamW, clears. Collective.
+  void update();
+
+  /// The updates since the last call: mean and largest norm of the gradient, the last learning
+  /// rate, and what guidance did in all their passes. Collective.
+  Metrics metrics();
 
   const WeightSource& weights() const;  // masters, FP32
   WeightSink& initial_weights();
