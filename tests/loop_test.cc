@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "cli/random_weights.h"
 #include "cli/session.h"
 #include "record/fresh.h"
@@ -92,9 +93,9 @@ class Loop : public testing::Test {
     const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
     step::RunDir run_dir(root_ / name, *comm);
     run_dir.begin("# contract 1\n");
-    store::Store store({.folder = run_dir.trace()});
+    store::Store store({.folder = run_dir.trace(), .ram_bytes = store_ram_});
     rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
-    train::Trainer trainer(agreement, arm.qat, {.lr = 2e-3}, Device{}, *comm);
+    train::Trainer trainer(agreement, arm.qat, trainer_, Device{}, *comm);
     cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
     step::run({.arm = arm,
                .schedule = schedule_,
@@ -105,7 +106,39 @@ class Loop : public testing::Test {
                .reference = nullptr,
                .run_dir = run_dir,
                .comm = *comm,
-               .model = kModel});
+               .model = kModel,
+               .evaluate = [&](std::int64_t) {
+                 if (probes_) scales_ = scales_of(agreement, engine, store);
+                 return Metrics{};
+               }});
+  }
+
+  /// The records of some answers under the present weights: of all that is quantized, with its
+  /// scales. The step's own metrics do not tell of them.
+  static std::vector<std::byte> scales_of(const Agreement& agreement, rollout::Engine& engine,
+                                          store::Store& store) {
+    const std::vector<Trajectory> answers =
+        rollout::generate(engine, {{.prefix = {.prompt = PromptId{900},
+                                               .tokens = {1, 2, 3},
+                                               .sampling = {.max_new_tokens = kNew}},
+                                    .num_samples = kSamples}});
+    std::vector<std::byte> all;
+    for (const Trajectory& t : answers) {
+      const std::vector<TokenKey> rows = keys(t);
+      for (const Site site : {Site::kW13In, Site::kK, Site::kV}) {
+        const Place place = {Layer{2}, site};
+        const RowLayout layout = agreement.layout(place, agreement.encoding(place));
+        std::vector<std::byte> bytes(rows.size() * static_cast<std::size_t>(layout.bytes()));
+        std::vector<std::uint8_t> present(rows.size());
+        EXPECT_EQ(
+            store.read(rows, agreement.contract.id(), {place, layout, std::span(bytes)}, present),
+            rows.size());
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+    }
+    engine.metrics();
+    store.metrics();
+    return all;
   }
 
   std::string text(const fs::path& path) const {
@@ -142,7 +175,11 @@ class Loop : public testing::Test {
   }
 
   Schedule schedule_ = kSchedule;
-  const fs::path root_ =  // Its own: tests of one fixture run side by side.
+  train::Options trainer_{.lr = 2e-3};
+  std::int64_t store_ram_ = 1ll << 30;
+  bool probes_ = false;
+  std::vector<std::byte> scales_;  // at the end of the run, where probes_ says so
+  const fs::path root_ =           // Its own: tests of one fixture run side by side.
       fs::temp_directory_path() / ("lockstep_loop_test_" + std::to_string(getpid()));
 };
 
@@ -221,6 +258,65 @@ TEST_F(Loop, R65_ResumedRunEqualsTheUninterrupted) {
   }
 }
 
+TEST_F(Loop, R26_AResumedRunQuantizesAtTheSameScales) {
+  probes_ = true;
+  const Arm arm = arm_of("trace");
+  run(arm, "whole");
+  const std::vector<std::byte> whole = scales_;
+  ASSERT_GT(whole.size(), 400u);
+  EXPECT_THROW(run(arm, "killed", CountSmall(3)), std::runtime_error);
+  EXPECT_NE(scales_, whole);  // of other weights
+  run(arm, "killed");
+  EXPECT_EQ(scales_, whole);
+}
+
+TEST_F(Loop, NoMetricHangsOnHowFarTheStoresThreadIs) {
+  const Arm arm = arm_of("trace");
+  const fs::path state = "checkpoints/step_5/training_state/trainer_state.bin";
+  run(arm, "roomy");
+  store_ram_ = 3000;  // a part of a step's records: the rest goes to the disk
+  run(arm, "short");
+  EXPECT_GT(last(text("short/metrics.jsonl"), "perf/trace/spilled_bytes"), 0);
+  EXPECT_GT(last(text("short/metrics.jsonl"), "perf/trace/disk_bytes_read"), 0);
+  run(arm, "again");
+  EXPECT_EQ(difference(metrics("again"), metrics("short")), "");
+  EXPECT_THROW(run(arm, "killed", CountSmall(3)), std::runtime_error);
+  run(arm, "killed");
+  EXPECT_EQ(difference(metrics("killed"), metrics("short")), "");
+  EXPECT_TRUE(text("short" / state) == text("roomy" / state));
+}
+
+TEST_F(Loop, MetricsDoNotDependOnTheNumberOfThreads) {
+  trainer_.tokens_per_pass = 16;  // a trajectory a pass, so that threads race for each loss
+  schedule_.prompts_per_step = 8;
+  schedule_.steps = 3;
+  const Arm arm = arm_of("trace");
+  set_threads(1);
+  run(arm, "one");
+  set_threads(4);
+  for (const char* again : {"four", "four again"}) {
+    run(arm, again);
+    EXPECT_EQ(difference(metrics("one"), metrics(again)), "");
+  }
+  set_threads(0);
+}
+
+TEST_F(Loop, AStepsMetricsAreOfAllItsUpdates) {
+  trainer_.lr = 0;  // so that each update sees the policy that a single one does
+  schedule_.steps = 1;
+  for (const std::int32_t updates : {1, 2}) {
+    schedule_.updates_per_step = updates;
+    run(arm_of("naive"), "updates_" + std::to_string(updates));
+  }
+  const std::string one = metrics("updates_1"), two = metrics("updates_2");
+  for (const char* name : {"actor/entropy", "actor/ppo_kl", "fp4/routes/mismatch_frac",
+                           "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max"}) {
+    EXPECT_NEAR(last(one, name), last(two, name), 1e-9) << name;
+  }
+  EXPECT_EQ(last(one, "actor/grad_norm"), last(one, "actor/grad_norm/max"));
+  EXPECT_LT(last(two, "actor/grad_norm"), last(two, "actor/grad_norm/max"));
+}
+
 TEST_F(Loop, R2_TakesTheOldPolicysExpertsAndRecordsNone) {
   Arm arm = arm_of("w4a4");
   arm.guide.replay_experts = false;
@@ -289,11 +385,60 @@ TEST_F(Loop, DynamicSamplingFillsTheStepOrSaysWhy) {
 
 TEST_F(Loop, RescoredSamplesAreNearestToTheGuidedTrainerWhenNothingMoved) {
   Arm arm = arm_of("trace_full");
-  run(arm, "rescore");
-  const std::string all = metrics("rescore");
-  EXPECT_GT(last(all, "fp4/rescore/moved_abs_diff"), 0);  // the weights have moved
-  EXPECT_GT(last(all, "fp4/rescore/guided_abs_diff"), 0);
-  EXPECT_GT(last(all, "fp4/rescore/unguided_abs_diff"), 0);
+  arm.rollout.drift.split_k = true;  // so that codes flip, alike in both of the engine's passes
+  schedule_.rescore_groups = kPrompts;
+  trainer_.lr = 0;
+  run(arm, "still");
+  const std::string still = metrics("still");
+  EXPECT_EQ(last(still, "fp4/rescore/moved_abs_diff"), 0);
+  EXPECT_GT(last(still, "fp4/rescore/guided_abs_diff"), 0);
+  EXPECT_LT(last(still, "fp4/rescore/guided_abs_diff"),
+            0.7 * last(still, "fp4/rescore/unguided_abs_diff"));
+  trainer_.lr = 2e-3;
+  run(arm, "moved");
+  EXPECT_GT(last(metrics("moved"), "fp4/rescore/moved_abs_diff"),
+            last(metrics("moved"), "fp4/rescore/guided_abs_diff"));
+}
+
+TEST_F(Loop, WhereNothingIsToBeRescoredNothingIsTold) {
+  class Never final : public CountSmall {
+   public:
+    float reward(const data::Prompt&, std::span<const Token>) const override { return 0; }
+  };
+  schedule_.steps = 2;  // the second rescores, and no group has an advantage
+  run(arm_of("trace"), "flat", Never());
+  EXPECT_EQ(metrics("flat").find("fp4/rescore/"), std::string::npos);
+}
+
+TEST_F(Loop, OnlyWholeSamplesAreRescored) {
+  const Arm arm = arm_of("trace");
+  const CountSmall task;
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
+  step::RunDir run_dir(root_ / "whole", *comm);
+  store::Store store({.folder = {}});
+  rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
+  train::Trainer trainer(agreement, arm.qat, {}, Device{}, *comm);
+  schedule_.rescore_groups = 2;
+  const step::Loop loop = {.arm = arm,
+                           .schedule = schedule_,
+                           .task = task,
+                           .engine = engine,
+                           .store = store,
+                           .trainer = trainer,
+                           .reference = nullptr,
+                           .run_dir = run_dir,
+                           .comm = *comm,
+                           .model = kModel};
+  std::vector<Trajectory> all(9);
+  for (std::int32_t i = 0; i < 9; ++i) all[static_cast<std::size_t>(i)].sample = i;
+  const std::vector<std::uint8_t> moves = {0, 0, 0, 1, 1, 1, 1, 1, 1};
+  const std::vector<std::uint8_t> tainted = {0, 0, 0, 0, 1, 0, 0, 0, 1};
+  std::vector<std::int32_t> found;
+  for (const Trajectory& t : step::audited_groups(loop, all, moves, tainted)) {
+    found.push_back(t.sample);
+  }
+  EXPECT_EQ(found, (std::vector<std::int32_t>{3, 5, 6, 7}));
 }
 
 TEST_F(Loop, RecordsOfOlderWeightsFallBackByName) {

@@ -113,7 +113,9 @@ void require_coverage(const Coverage& coverage, double least) {
     const Coverage::Rows& rows = coverage.sites.at(index(site));
     const std::string remedy =
         coverage.stale_tokens == 0
-            ? std::string("raise store.ram or store.disk, or see fp4/trace/* in metrics.jsonl")
+            ? std::string(
+                  "raise store.ram or store.disk, or see fp4/trace/* and perf/trace/* in "
+                  "metrics.jsonl")
             : cat({coverage.stale_tokens, " tokens' records are too old: raise ",
                    "guide.max_version_diff, or set guide.fallback = \"rescore\""});
     throw Error(cat({"records of ", kNames.at(index(site)), " cover ", found, " of the rows (",

@@ -30,6 +30,14 @@ std::size_t FreshTrace::read(std::span<const TokenKey> tokens, ContractId contra
   return found;
 }
 
+std::size_t RoutesTrace::read(std::span<const TokenKey> tokens, ContractId contract,
+                              Rows<std::byte> rows, std::span<std::uint8_t> present) const {
+  if (rows.place.site == Site::kRouter) return all_.read(tokens, contract, rows, present);
+  std::ranges::fill(present, std::uint8_t{0});
+  std::ranges::fill(rows.bytes, std::byte{0});
+  return 0;
+}
+
 bool is_stale(const Trajectory& trajectory, WeightVersion oldest) {
   return std::any_of(trajectory.path.begin(), trajectory.path.end(),
                      [&](const Span& span) { return span.version < oldest; });

@@ -24,6 +24,20 @@ class FreshTrace final : public TraceSource {
   std::vector<SpanId> stale_;  // sorted
 };
 
+/// A source of routes alone: a pass without guidance that takes the experts that one with it takes.
+class RoutesTrace final : public TraceSource {
+ public:
+  /// `all` must live as long.
+  explicit RoutesTrace(const TraceSource& all) : all_(all) {}
+
+  std::size_t read(std::span<const TokenKey> tokens, ContractId contract, Rows<std::byte> rows,
+                   std::span<std::uint8_t> present) const override;
+  void prefetch(std::span<const TokenKey> tokens) const override { all_.prefetch(tokens); }
+
+ private:
+  const TraceSource& all_;
+};
+
 /// Does any record of the trajectory stem from weights older than `oldest`?
 bool is_stale(const Trajectory& trajectory, WeightVersion oldest);
 

@@ -42,5 +42,20 @@ TEST(FreshTrace, OldRowsAreAbsentAndZero) {
   EXPECT_EQ(read(6, {}), 0u);  // presence alone
 }
 
+TEST(RoutesTrace, HasRoutesAndNothingElse) {
+  const std::vector<TokenKey> keys = {{SpanId{1}, 0}, {SpanId{1}, 1}};
+  const Whole whole;
+  const RoutesTrace routes(whole);
+  for (const Site site : {Site::kW13In, Site::kW2In, Site::kK, Site::kV, Site::kRouter}) {
+    const bool kept = site == Site::kRouter;
+    std::vector<std::byte> bytes(4, std::byte{9});
+    std::vector<std::uint8_t> present(2, 9);
+    EXPECT_EQ(routes.read(keys, ContractId{1}, {{Layer{0}, site}, {}, bytes}, present),
+              kept ? 2u : 0u);
+    EXPECT_EQ(present, std::vector<std::uint8_t>(2, kept ? 1 : 0));
+    EXPECT_EQ(bytes, std::vector<std::byte>(4, std::byte{kept}));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -12,18 +12,18 @@
 namespace lockstep::step {
 namespace {
 
-/// Mean |a - b| over the tokens that the policy chose.
+/// Mean |a - b| over the tokens that the policy chose; NaN where there are none.
 double mean_abs_diff(std::span<const Trajectory> trajectories, const PerToken& a,
                      const PerToken& b) {
   double sum = 0, tokens = 0;
   for (std::size_t i = 0; i < trajectories.size(); ++i) {
     for (std::size_t t = 0; t < trajectories[i].tokens.size(); ++t) {
-      if (trajectories[i].response_mask[t] == 0) continue;
+      if (trajectories[i].response_mask[t] == 0 || trajectories[i].rewritten(t)) continue;
       sum += std::abs(static_cast<double>(a[i][t]) - static_cast<double>(b[i][t]));
       tokens += 1;
     }
   }
-  return tokens > 0 ? sum / tokens : 0;
+  return sum / tokens;
 }
 
 std::vector<Trajectory> chosen(std::span<const Trajectory> trajectories,
@@ -183,12 +183,13 @@ std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
 }
 
 std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
-                                       std::span<const std::uint8_t> moves) {
+                                       std::span<const std::uint8_t> moves,
+                                       std::span<const std::uint8_t> tainted) {
   const std::size_t most =
       static_cast<std::size_t>(loop.schedule.rescore_groups) * loop.schedule.group_size();
   std::vector<Trajectory> some;
   for (std::size_t i = 0; i < trajectories.size() && some.size() < most; ++i) {
-    if (moves[i] != 0) some.push_back(trajectories[i]);
+    if (moves[i] != 0 && tainted[i] == 0) some.push_back(trajectories[i]);
   }
   return some;
 }
@@ -199,7 +200,8 @@ void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics) {
     if (name.starts_with("timing_s/")) seconds += value;
   }
   for (const Trajectory& t : trajectories) tokens += static_cast<double>(t.tokens.size());
-  // Every time stands under timing_s/ or perf/: the rest of a line is the same whoever runs it.
+  // What a clock, a disk or another thread has a say in stands under timing_s/ or perf/: the rest
+  // of a line is the same whenever the run is repeated.
   rename(metrics, "rollout/seconds", "timing_s/rollout");
   rename(metrics, "rollout/tokens_per_s", "perf/rollout_tokens_per_s");
   rename(metrics, "fp4/refit/seconds", "timing_s/refit");
@@ -220,14 +222,18 @@ Metrics close_records(store::Store& store, WeightVersion newest) {
 
 Metrics rescore(const Loop& loop, const TraceSource& records,
                 std::span<const Trajectory> trajectories) {
+  if (trajectories.empty()) return {};
   const std::vector<Trajectory> truth = loop.engine.rescore(trajectories);
   // Nobody trains on these records, and no step counts these passes.
   release(loop, truth, std::vector<std::uint8_t>(truth.size()));
   loop.engine.metrics();
   const PerToken engine = rollout_logp(truth);
   const PerToken guided = loop.trainer.logprobs(trajectories, &records);
-  const PerToken unguided = loop.trainer.logprobs(trajectories, nullptr);
-  return {{"fp4/rescore/guided_abs_diff", mean_abs_diff(trajectories, guided, engine)},
+  const RoutesTrace routes(records);
+  const PerToken unguided = loop.trainer.logprobs(trajectories, &routes);
+  const double guided_diff = mean_abs_diff(trajectories, guided, engine);
+  if (std::isnan(guided_diff)) return {};
+  return {{"fp4/rescore/guided_abs_diff", guided_diff},
           {"fp4/rescore/unguided_abs_diff", mean_abs_diff(trajectories, unguided, engine)},
           {"fp4/rescore/moved_abs_diff",
            mean_abs_diff(trajectories, rollout_logp(trajectories), engine)}};

@@ -62,15 +62,17 @@ std::vector<std::uint8_t> taints(const Loop& loop, std::int64_t step,
 /// What the store did in this step, the spans included that it now gives up as older than `newest`.
 Metrics close_records(store::Store& store, WeightVersion newest);
 
-/// The first prompts' samples, of those whose records are still there.
+/// The first prompts' samples, of those whose records are still there and not tainted.
 std::vector<Trajectory> audited_groups(const Loop& loop, std::span<const Trajectory> trajectories,
-                                       std::span<const std::uint8_t> moves);
+                                       std::span<const std::uint8_t> moves,
+                                       std::span<const std::uint8_t> tainted);
 
 /// Sums over the step: seconds, tokens, tokens/s.
 void put_totals(std::span<const Trajectory> trajectories, Metrics& metrics);
 
-/// Has the engine read some samples again with its new weights, and compares the trainer's
-/// log-probs with and without guidance: once weights move, guidance toward old codes could hide it.
+/// Has the engine read some samples again with its new weights and the experts that these choose,
+/// and compares the trainer's log-probs with and without guidance, both under the recorded experts:
+/// once weights move, guidance toward old codes could hide it. Nothing where no token is compared.
 Metrics rescore(const Loop& loop, const TraceSource& records,
                 std::span<const Trajectory> trajectories);
 

@@ -107,7 +107,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   metrics.merge(sync_weights(loop, step + 1));
   metrics["timing_s/update_weights"] = timer.lap();
   if (loop.schedule.rescore_every > 0 && (step + 1) % loop.schedule.rescore_every == 0) {
-    metrics.merge(rescore(loop, records, audited_groups(loop, trajectories, moves)));
+    metrics.merge(rescore(loop, records, audited_groups(loop, trajectories, moves, tainted)));
     metrics["timing_s/rescore"] = timer.lap();
   }
   metrics.merge(close_records(loop.store, WeightVersion{step + 1}));

@@ -75,7 +75,7 @@ class SegmentTest : public ::testing::Test {
     a_ = own_span(store, kA, 0, kEnd);
     b_ = own_span(store, kB, kBegin, kBegin + kEnd);
     lines_ = store.dropped();
-    dropped_bytes_ = store.metrics().at("fp4/trace/dropped_bytes");
+    dropped_bytes_ = store.metrics().at("perf/trace/dropped_bytes");
     ASSERT_GE(a_, 0);
     ASSERT_GE(b_, 0);
     unexplained_ = (a_ < kRows || b_ < kRows) && lines_.empty();

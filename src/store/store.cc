@@ -235,18 +235,17 @@ bool Store::admits(std::int64_t bytes) const {
     s.wanted_room = 0;
     return true;
   }
-  if (s.disk && s.open_spans == 0) {
-    s.disk_full = false;  // ask again: somebody may have made room
-    s.wanted_room = bytes;
+  if (s.disk) {
+    // The answer must not depend on how far the store's own thread is: a run is the same each time.
+    if (s.open_spans == 0) s.disk_full = false;  // ask again: somebody may have made room
+    s.wanted_room = std::max(s.wanted_room, bytes);
     s.wake();
     s.done_cv.wait(lock, [&] {
       return bytes <= s.room() || (!s.busy && s.forgotten.empty() && !s.wants_spill());
     });
-    s.wanted_room = 0;
-    if (bytes <= s.room()) return true;
-  } else if (s.disk) {
-    s.wanted_room = std::max(s.wanted_room, bytes);
-    s.wake();
+    const bool enough = bytes <= s.room();
+    if (enough || s.open_spans == 0) s.wanted_room = 0;
+    if (enough) return true;
   }
   ++s.counts.holds;
   s.why_held = cat({"records: no room for ", bytes, " more bytes: ", s.ram_used,
@@ -421,16 +420,16 @@ Metrics Store::metrics() {
       {"fp4/trace/bytes_read", number(s.bytes_read.exchange(0))},
       {"fp4/trace/rows_absent", number(s.rows_absent.exchange(0))},
       {"fp4/trace/read_errors", number(s.read_errors.exchange(0))},
-      {"fp4/trace/spilled_bytes", number(counts.spilled_bytes)},
-      {"fp4/trace/disk_bytes_read", number(s.disk_bytes_read.exchange(0))},
+      {"perf/trace/spilled_bytes", number(counts.spilled_bytes)},
+      {"perf/trace/disk_bytes_read", number(s.disk_bytes_read.exchange(0))},
       {"fp4/trace/spans_given_up", number(counts.spans_given_up)},
       {"fp4/trace/admission_holds", number(counts.holds)},
-      {"fp4/trace/dropped_bytes", number(s.damage.bytes)},
+      {"perf/trace/dropped_bytes", number(s.damage.bytes)},
       {"fp4/trace/spans_live", number(std::ssize(s.spans))},
-      {"fp4/trace/ram_bytes", number(s.ram_used)},
-      {"fp4/trace/disk_bytes", number(s.disk ? s.disk->bytes() : 0)},
-      {"fp4/trace/segments", number(s.disk ? s.disk->segments() : 0)},
-      {"fp4/trace/foreign_files", number(s.disk ? std::ssize(s.disk->foreign()) : 0)}};
+      {"perf/trace/ram_bytes", number(s.ram_used)},
+      {"perf/trace/disk_bytes", number(s.disk ? s.disk->bytes() : 0)},
+      {"perf/trace/segments", number(s.disk ? s.disk->segments() : 0)},
+      {"perf/trace/foreign_files", number(s.disk ? std::ssize(s.disk->foreign()) : 0)}};
   if (counts.tokens_sealed > 0) {
     metrics["fp4/guide/bytes_per_token"] =
         number(counts.bytes_sealed) / number(counts.tokens_sealed);

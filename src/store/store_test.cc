@@ -57,8 +57,8 @@ TEST_P(StoreTest, ReadsWhatWasWrittenAsOftenAsAsked) {
   }
   if (GetParam()) {
     const Metrics metrics = store.metrics();
-    EXPECT_EQ(metrics.at("fp4/trace/ram_bytes"), 0);
-    EXPECT_GT(metrics.at("fp4/trace/disk_bytes_read"), 0);
+    EXPECT_EQ(metrics.at("perf/trace/ram_bytes"), 0);
+    EXPECT_GT(metrics.at("perf/trace/disk_bytes_read"), 0);
   }
 }
 
@@ -219,7 +219,7 @@ TEST_P(StoreTest, RetireAndReleaseGiveUpSpansAndTheirFiles) {
   settle(store);
   EXPECT_EQ(store.spans().size(), 0u);
   EXPECT_EQ(folder_.segments().size(), 0u);
-  EXPECT_EQ(store.metrics().at("fp4/trace/disk_bytes"), 0);
+  EXPECT_EQ(store.metrics().at("perf/trace/disk_bytes"), 0);
 }
 
 TEST_P(StoreTest, AnOldSpanStillOpenIsGivenUpWhenSealed) {
@@ -229,6 +229,30 @@ TEST_P(StoreTest, AnOldSpanStillOpenIsGivenUpWhenSealed) {
   append(store, positions(kA, 0, 5), kK, kKv);
   store.seal(kA);
   EXPECT_EQ(store.spans().size(), 0u);
+}
+
+// A layout stands with the rows, in RAM and on disk: whoever would read them otherwise is refused,
+// and does not get bytes in another order.
+TEST_P(StoreTest, R48_ALayoutStandsWithItsRowsAndAnotherIsRefused) {
+  constexpr Place kV{Layer{1}, Site::kV};
+  constexpr RowLayout kHeld{Encoding::kLsb, 64, 16, 1};
+  Store store(options());
+  const auto tokens = positions(kA, 0, 10);
+  store.open({.id = kA}, kContract);
+  append(store, tokens, kV, kHeld);
+  store.seal(kA);
+  settle(store);
+  EXPECT_EQ(read(store, tokens, kV, kHeld).bytes, rows_of(tokens, kV, kHeld));
+  for (const RowLayout& other :
+       {RowLayout{Encoding::kLsb, 128, 16, 1}, RowLayout{Encoding::kLsb, 64, 32, 1},
+        RowLayout{Encoding::kLsb, 64, 16, 0}}) {
+    EXPECT_EQ(thrown([&] {
+                read(store, tokens, kV, other);
+              }).find("records of layer 1, site 3: rows of 64 elements in blocks of 16 are held"),
+              0u);
+  }
+  // Another encoding is another record: absent, not misread.
+  EXPECT_EQ(own_rows(read(store, tokens, kV, kCodes), tokens, kV, kCodes), 0);
 }
 
 TEST_P(StoreTest, AnotherContractOrLayoutIsRefused) {
@@ -309,15 +333,15 @@ TEST(Store, PrefetchedSpansAreReadFromRam) {
     ASSERT_TRUE(store.flush());
   }
   Store store({.folder = folder.path()});
-  EXPECT_EQ(store.metrics().at("fp4/trace/ram_bytes"), 0);
+  EXPECT_EQ(store.metrics().at("perf/trace/ram_bytes"), 0);
   const auto tokens = positions(kA, 0, 100);
   store.prefetch(tokens);
   ASSERT_TRUE(store.flush());  // hints come before it
   const Metrics metrics = store.metrics();
-  EXPECT_GT(metrics.at("fp4/trace/ram_bytes"), 0);
-  EXPECT_GT(metrics.at("fp4/trace/disk_bytes_read"), 0);
+  EXPECT_GT(metrics.at("perf/trace/ram_bytes"), 0);
+  EXPECT_GT(metrics.at("perf/trace/disk_bytes_read"), 0);
   EXPECT_EQ(own_span(store, kA, 0, 100), rows_in_span(0, 100));
-  EXPECT_EQ(store.metrics().at("fp4/trace/disk_bytes_read"), 0);
+  EXPECT_EQ(store.metrics().at("perf/trace/disk_bytes_read"), 0);
 }
 
 TEST(Store, TheOldestSealedSpansGoToDiskAndRamStaysWithinItsBudget) {
@@ -325,10 +349,10 @@ TEST(Store, TheOldestSealedSpansGoToDiskAndRamStaysWithinItsBudget) {
   Store store({.folder = folder.path(), .ram_bytes = 20'000});
   for (std::uint64_t s = 0; s < 50; ++s) {
     while (!store.admits(2500)) std::this_thread::yield();
-    EXPECT_LE(store.metrics().at("fp4/trace/ram_bytes"), 20'000);
+    EXPECT_LE(store.metrics().at("perf/trace/ram_bytes"), 20'000);
     write_span(store, {s}, 0, 50);
   }
-  EXPECT_GT(store.metrics().at("fp4/trace/disk_bytes"), 40 * 1000);
+  EXPECT_GT(store.metrics().at("perf/trace/disk_bytes"), 40 * 1000);
   for (std::uint64_t s = 0; s < 50; ++s) {
     EXPECT_EQ(own_span(store, {s}, 0, 50), rows_in_span(0, 50));
   }
@@ -381,7 +405,7 @@ TEST(Store, TheDiskBudgetHoldsBackToo) {
   EXPECT_GE(s, 4u);
   EXPECT_LT(s, 20u);
   EXPECT_NE(store.held().find("store.disk = 10000"), std::string::npos) << store.held();
-  EXPECT_LE(store.metrics().at("fp4/trace/disk_bytes"), 10'000);
+  EXPECT_LE(store.metrics().at("perf/trace/disk_bytes"), 10'000);
   for (std::uint64_t i = 0; i < s; ++i) {
     EXPECT_EQ(own_span(store, {i}, 0, 60), rows_in_span(0, 60));
   }
@@ -395,7 +419,7 @@ TEST(Store, ReleasedSpansNeverReachTheDisk) {
   write_span(store, kA, 0, 50);
   store.release(std::vector{kA});
   ASSERT_TRUE(store.flush());
-  EXPECT_EQ(store.metrics().at("fp4/trace/spilled_bytes"), 0);
+  EXPECT_EQ(store.metrics().at("perf/trace/spilled_bytes"), 0);
   EXPECT_EQ(folder.segments().size(), 0u);
 }
 
@@ -410,7 +434,7 @@ TEST(Store, R82_RowsAreBinaryAndTheirSizeIsReported) {
   store.seal(kA);
   const Metrics metrics = store.metrics();
   EXPECT_EQ(metrics.at("fp4/guide/bytes_per_token"), kLsb.bytes() + kKv.bytes() + kRoutes.bytes());
-  EXPECT_EQ(metrics.at("fp4/trace/ram_bytes"), metrics.at("fp4/trace/bytes_written"));
+  EXPECT_EQ(metrics.at("perf/trace/ram_bytes"), metrics.at("fp4/trace/bytes_written"));
 }
 
 TEST(Store, OneWritesWhileOthersReadPrefetchAndGiveUp) {
