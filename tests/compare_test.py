@@ -167,3 +167,26 @@ def test_train_takes_a_variant(tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "run/recipe.toml").read_text()
     assert 'arm = "trace"' in text and 'mode = "rollout_scale"' in text
+
+
+def test_a_finished_comparison_stays_what_it_was(tmp_path):
+    """Calibrated keys and the time that its runs took, too."""
+    text = BASE.replace("steps = 3", "steps = 2") + """[compare]
+arms = ["static"]
+[variant.static]
+arm = "quads"
+residual.scope = "static"
+"""
+    command = compare(tmp_path, text=text)
+    assert run(command).returncode == 0
+    file = tmp_path / "run/static/seed_1/metrics.jsonl"
+    slow = [{**line, "timing_s/step": 1000.0} for line in lines(file.parent)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in slow))
+    for steps, more in [(2, 0), (3, 1)]:  # as it stands, then extended
+        again = run([*command, f"schedule.steps={steps}"])
+        assert again.returncode == 0, again.stderr
+        assert len(lines(file.parent)) == steps
+        took = json.loads((tmp_path / "run/summary.json").read_text())["wall_s"]["run"]
+        assert took == pytest.approx(sum(
+            line["timing_s/step"] + line.get("timing_s/testing", 0) for line in lines(file.parent)))
+        assert took > 2000 - more

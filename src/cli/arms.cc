@@ -1,5 +1,6 @@
 #include "cli/arms.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 
@@ -40,6 +41,12 @@ instruments::RunData read_shown(const std::filesystem::path& folder) {
   instruments::RunData run = instruments::read_runs(folder).at(0);
   run.verdict = verdict(run);
   return run;
+}
+
+double run_seconds(const std::vector<ArmFigures>& arms, double call) {
+  double steps = 0;
+  for (const ArmFigures& arm : arms) steps += arm.seconds;
+  return std::max(steps, call);
 }
 
 void write_summary(const std::filesystem::path& folder, const std::vector<ArmFigures>& arms,

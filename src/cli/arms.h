@@ -39,6 +39,9 @@ bool has_ended(const std::filesystem::path& folder, std::int64_t steps);
 /// What the run in a folder showed, its verdict included.
 instruments::RunData read_shown(const std::filesystem::path& folder);
 
+/// What all runs took, whichever calls did their steps; `call` is what this one took.
+double run_seconds(const std::vector<ArmFigures>& arms, double call);
+
 /// summary.json of a folder of arms, whole or not at all; `all` as summary_of().
 void write_summary(const std::filesystem::path& folder, const std::vector<ArmFigures>& arms,
                    const rollout::Drift& drift, double run_seconds, bool all);

@@ -178,7 +178,7 @@ int compare(const CompareArgs& args) {
 
   const std::vector<ArmFigures> arms = read_all(comparison, cells);
   if (arms.empty()) throw Error("no run has done a step: " + stopped.front());
-  const double took = seconds() - began;
+  const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, first.rollout.drift, took, true);
   print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
              comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +

@@ -104,7 +104,7 @@ int demo(const DemoArgs& args) {
     arms.push_back(run_arm(args, "trace_mod4", root));
   }
 
-  const double took = seconds() - began;
+  const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, recipe.rollout.drift, took, false);
   std::printf("\nFirst and last %zu steps:\n\n%s\n%s\n", kSpan, demo_table(arms).c_str(),
               closing(arms).c_str());

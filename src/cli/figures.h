@@ -35,7 +35,7 @@ struct ArmFigures {
   Spread bytes;
   double bytes_full;  // full codes at w13_in, k and v of every layer
   Spread tokens_per_s;
-  double seconds;       // of all its steps, all seeds
+  double seconds;       // of all its steps and their evaluations, all seeds
   std::string verdict;  // the worst of its runs'
 };
 

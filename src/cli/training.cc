@@ -125,10 +125,12 @@ class Training {
     const recipe::Evaluation& e = recipe_.evaluation;
     const bool due = step == recipe_.schedule.steps || (e.every > 0 && step % e.every == 0);
     if (!due || e.prompts == 0) return {};
+    const double began = seconds();
     const PassRate rate = evaluate(agreement_, trainer_.weights(), *task_, e, arm_.rollout,
                                    recipe_.schedule.sampling.max_new_tokens);
     return {{"val-core/" + recipe_.task.name + "/reward/mean@1", rate.mean},
-            {"val-core/" + recipe_.task.name + "/response_length/mean", rate.response_length}};
+            {"val-core/" + recipe_.task.name + "/response_length/mean", rate.response_length},
+            {"timing_s/testing", seconds() - began}};
   }
 
   recipe::Recipe recipe_;
