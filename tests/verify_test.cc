@@ -80,6 +80,21 @@ TEST_F(VerifyTest, AllHoldsUnderNvfp4AndBf16) {
   }
 }
 
+/// What `lockstep verify` certifies, it certifies as zeros: no operand, no token, no log-prob and
+/// no record differs.
+TEST_F(VerifyTest, R96_CertifiesExactZeros) {
+  auto checks = run({.agreement = agreement_, .weights = checkpoint_});
+  const auto says = [&](const char* check, const char* what) {
+    EXPECT_NE(checks[check].figures.find(what), std::string::npos) << checks[check].figures;
+  };
+  says("refit", "; 0 differ");
+  says("capture", ": activations that differ: 0; K and V that differ: 0;");
+  for (const char* check : {"prefill", "batch"}) {
+    says(check, ": 0 tokens and 0 log-probs of ");
+    says(check, " differ, 0 of ");
+  }
+}
+
 TEST_F(VerifyTest, AllHoldsUnderFourOverSix) {
   for (Quantizer* rule : {&agreement_.contract.weight, &agreement_.contract.activation,
                           &agreement_.contract.k, &agreement_.contract.v}) {

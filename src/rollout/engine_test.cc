@@ -414,6 +414,25 @@ class Fixed final : public WeightSource {
   std::vector<fixture::OwnedWeight> weights_;
 };
 
+TEST(Engine, R26_CalibrationTakesTheLargestOfItsBatch) {
+  Agreement bf16 = small_bf16();
+  const Fixed weights(fixture::random_weights(bf16, 1));
+  const auto of = [&](const std::vector<std::vector<Token>>& batch) {
+    return calibrate_kv(bf16.model, weights, batch);
+  };
+  std::vector<std::vector<Token>> all;
+  std::vector<std::int8_t> largest;
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    all.push_back(random_tokens(4, i));
+    const std::vector<std::int8_t> one = of({all.back()});
+    largest.resize(one.size(), INT8_MIN);
+    for (std::size_t j = 0; j < one.size(); ++j) largest[j] = std::max(largest[j], one[j]);
+  }
+  EXPECT_EQ(of(all), largest);
+  std::reverse(all.begin(), all.end());
+  EXPECT_EQ(of(all), largest);
+}
+
 TEST(Engine, CalibratedExponentsLeaveTwoBinadesOfHeadroom) {
   Agreement bf16 = small_bf16();
   const Fixed weights(fixture::random_weights(bf16, 1));

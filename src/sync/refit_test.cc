@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <limits>
+#include <map>
 #include <set>
 
 #include "base/bytes.h"
@@ -11,6 +13,7 @@
 #include "base/error.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
+#include "model/checkpoint.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
 #include "sync/h_scale.h"
@@ -73,6 +76,7 @@ class Keeper final : public WeightSink {
           std::span(view.data, static_cast<std::size_t>(view.shape[0] * view.shape[1]))));
     }
     crc_.push_back(damage == weight.id ? crc ^ 1 : crc);
+    of[weight.id] = crc;
   }
   std::vector<std::uint32_t> commit() override {
     ++commits;
@@ -82,6 +86,7 @@ class Keeper final : public WeightSink {
   WeightVersion version;
   ContractId contract;
   std::set<WeightId> packed, plain;
+  std::map<WeightId, std::uint32_t> of;  // of codes, scales and global, or of plain values
   std::optional<WeightId> damage;
   int commits = 0;
 
@@ -137,6 +142,29 @@ TEST(Refit, R63_LayersOutsideTheContractStayPlain) {
   refit(masters, keeper, contract, {});
   for (const WeightId& id : keeper.packed) EXPECT_EQ(id.layer, Layer{1});
   EXPECT_EQ(keeper.packed.size(), 6u);
+}
+
+/// From the trainer's masters in memory, or by way of files: the engine gets the same codes and
+/// scales, byte for byte, so no argument was dropped on either way.
+TEST(Refit, R51_MemoryAndFilesDeliverTheSameScales) {
+  const std::filesystem::path folder =
+      std::filesystem::path(testing::TempDir()) / "refit_by_way_of_files";
+  std::filesystem::remove_all(folder);
+  const Masters masters;
+  for (const char* preset : {"lockstep", "fp8"}) {
+    const Contract contract = contracts::preset(preset, kModel.num_layers);
+    Keeper memory, files;
+    refit(masters, memory, contract, {});
+    {
+      CheckpointWriter writer(folder, kModel);
+      refit(masters, writer, contracts::bf16(), {});
+    }
+    refit(CheckpointSource(folder), files, contract, {});
+    EXPECT_EQ(files.packed, memory.packed) << preset;
+    EXPECT_EQ(files.of, memory.of) << preset;
+    EXPECT_EQ(memory.of.size(), weight_ids(kModel).size());
+    std::filesystem::remove_all(folder);
+  }
 }
 
 TEST(Refit, R62_AChecksumThatDiffersNamesTheWeight) {

@@ -320,6 +320,35 @@ TEST_F(SitesTest, AuditTokensMeasureFlipsInEveryArm) {
   EXPECT_FALSE(metrics.contains("fp4/act/residual_frac"));
 }
 
+// Rows without a record are zeros where they are read. They are no choice of expert 0: such a token
+// takes its own experts, which differ and spread, and counts for no share of mismatches.
+TEST_F(SitesTest, R72_ARowWithoutARouteKeepsItsOwnExpertsAndLeavesTheStatistics) {
+  const Tensor p = at::softmax(random_rows(kTokens, 8, 21), 1);
+  const Tensor native = ops::choose_experts(p, 2);
+  trace_.put(pack_.keys[0], {kLayer, Site::kRouter}, Encoding::kExperts8,
+             {static_cast<std::uint8_t>(native[0][1].item<std::int64_t>()),
+              static_cast<std::uint8_t>(native[0][0].item<std::int64_t>())});
+  trace_.put(pack_.keys[1], {kLayer, Site::kRouter}, Encoding::kExperts8, {0, 0});  // as padding
+  const Tensor chosen = sites().experts(kLayer, p);
+  EXPECT_TRUE(chosen.slice(0, 1).equal(native.slice(0, 1)));
+  EXPECT_EQ((chosen.select(1, 0) == chosen.select(1, 1)).sum().item<std::int64_t>(), 0);
+  EXPECT_GT(std::get<0>(at::_unique(chosen)).numel(), 4);
+  EXPECT_EQ(tally_.routes_followed, 1);
+  EXPECT_EQ(tally_.routes_absent, kTokens - 1);
+  EXPECT_EQ(tally_.routes_mismatched, 0);
+  // A pass has no row but its tokens: nothing is padded that would have to be left out.
+  EXPECT_EQ(pack_.rows(), kTokens);
+}
+
+// The cache's scales come from the contract on both sides, and neither side has one of its own.
+TEST_F(SitesTest, R51_NoExponentOfTheCacheIsTakenForGranted) {
+  agreement_.contract.kv_exponents.resize(2);  // of layer 0 alone
+  const Tensor x = random_rows(kTokens, 32, 5);
+  sites(false).kv({Layer{0}, Site::kV}, x);
+  EXPECT_THROW(sites(false).kv({kLayer, Site::kK}, x), Error);
+  EXPECT_THROW(sites(false).kv({kLayer, Site::kV}, x), Error);
+}
+
 TEST_F(SitesTest, RoutesAreReplayedInTheirOrderAndDamagedOnesAreNot) {
   const Tensor p = random_rows(kTokens, 8, 1).softmax(-1);
   const Tensor native = ops::choose_experts(p, 2);
