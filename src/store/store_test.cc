@@ -378,7 +378,7 @@ TEST(Store, ManyOpenSpansTakeLittleMoreThanTheirRows) {
     const Metrics metrics = store.metrics();
     written += metrics.at("fp4/trace/bytes_written");
     const double framing = kSpans * 8 * (13 + 6);
-    most = std::max(most, (metrics.at("fp4/trace/ram_bytes") - framing) / written);
+    most = std::max(most, (metrics.at("perf/trace/ram_bytes") - framing) / written);
   }
   EXPECT_LE(most, 1.126);
   EXPECT_GT(written, 280'000);
