@@ -50,15 +50,14 @@ __device__ bool is_damaged(const GuideParams& p, const GuideRecord& record) {
   bool bad = false;
   const auto here = static_cast<int>(threadIdx.x);
   if (p.guidance != Guidance::kLsbScaleMod4) {
-    const std::uint8_t limit = most_scale_byte(p.rule);
-    for (int i = here; i < p.layout.scale_bytes(); i += kThreads) bad |= record.scales[i] > limit;
+    for (int i = here; i < p.scale_bytes; i += kThreads) bad |= record.scales[i] > p.most_scale;
   }
   if (p.layout.encoding == Encoding::kCodes8) {
     for (int i = here; i < p.layout.width; i += kThreads) {
       bad |= (record.elements[i] & 0x7Fu) > kE4m3Max;
     }
   }
-  for (int i = here; i < p.layout.exponent_bytes(); i += kThreads) {
+  for (int i = here; i < p.exponent_bytes; i += kThreads) {
     bad |= record.exponents[i] < kMinExponent || record.exponents[i] > kMaxExponent;
   }
   return __syncthreads_or(bad) != 0;
@@ -106,7 +105,7 @@ __device__ float recorded_scale(const GuideParams& p, const Span& span, const Gu
     const std::uint8_t own = scale_byte(p.rule, amax, {});
     return scale_value(p.rule, mx_byte_of_residue(p.rule, residue, own), n);
   }
-  const bool four = p.layout.map_bytes() > 0 && (record.maps[at / 8] >> at % 8 & 1) != 0;
+  const bool four = p.map_bytes > 0 && (record.maps[at / 8] >> at % 8 & 1) != 0;
   const float y = four ? scale_quotient_of_four(amax, n) : scale_quotient(amax, n);
   return scale_value(scale_of_residue(residue, y), n);
 }
@@ -202,6 +201,12 @@ GuideParams params_of(const GuideArgs& args, const GuideShape& shape) {
   p.guidance = args.guidance;
   p.shape = shape;
   p.exponent = args.exponent;
+  p.cols = static_cast<std::int32_t>(shape.cols);
+  p.element_bytes = args.layout.element_bytes();
+  p.scale_bytes = args.layout.scale_bytes();
+  p.map_bytes = args.layout.map_bytes();
+  p.exponent_bytes = args.layout.exponent_bytes();
+  p.most_scale = most_scale_byte(args.rule);
   return p;
 }
 

@@ -29,6 +29,9 @@ struct GuideParams {
   GuideShape shape;
   std::int32_t exponent;
   const std::uint32_t* matrix_amax;  // kPerTensor: the bits of its amax
+  // The width, and what follows from the layout, in short numbers.
+  std::int32_t cols, element_bytes, scale_bytes, map_bytes, exponent_bytes;
+  std::uint32_t most_scale;  // a byte above it is damaged
 
   __device__ bool guided() const { return guidance != Guidance::kOwnScale; }
   __device__ bool is_present(std::int64_t record) const {
@@ -36,9 +39,9 @@ struct GuideParams {
   }
   __device__ GuideRecord record_at(std::int64_t index) const {
     const std::uint8_t* bytes = records + index * record_stride;
-    const std::uint8_t* scales = bytes + layout.element_bytes();
-    const std::uint8_t* maps = scales + layout.scale_bytes();
-    return {bytes, scales, maps, reinterpret_cast<const std::int8_t*>(maps + layout.map_bytes())};
+    const std::uint8_t* scales = bytes + element_bytes;
+    const std::uint8_t* maps = scales + scale_bytes;
+    return {bytes, scales, maps, reinterpret_cast<const std::int8_t*>(maps + map_bytes)};
   }
 };
 

@@ -1,6 +1,6 @@
-/// Residual compensation on a CUDA device: a block of threads takes a row, a thread sixteen
-/// channels of it, which stay in its registers from the residual to the codes. Under one choice for
-/// all rows their scores are added up by a kernel in between.
+/// Residual compensation on a CUDA device: a block of threads takes a row, and four lanes, or one,
+/// a group of sixteen channels, which stay in registers from the residual to the codes. Under one
+/// choice for all rows their scores are added up by a kernel in between.
 #include <algorithm>
 
 #include "base/error.h"
@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kGroup = 16;
 constexpr int kMostThreads = 1024;
-constexpr std::int64_t kMostCols = std::int64_t{kMostThreads} * kGroup;
+constexpr int kMostUnits = 1024;
+constexpr std::int64_t kMostCols = std::int64_t{kMostUnits} * kGroup;
 
 struct Params {
   const Bf16* x;
@@ -39,76 +40,91 @@ struct Params {
   bool aligned;
 };
 
-/// What a thread holds of its sixteen channels.
-struct Group {
-  std::uint32_t words[8];  // residuals, two BF16 each
-  float score;
+/// What a lane holds of its group: 16 / kLanes channels.
+template <int kLanes>
+struct Part {
+  static constexpr int kSize = kGroup / kLanes;
+  std::uint32_t words[kSize / 2];  // residuals, two BF16 each
+  float score;                     // the group's
   bool finite;
 };
 
-__device__ void read_group(const Params& p, std::int64_t row, int g, std::uint32_t (&x)[8],
-                           std::uint32_t (&codes)[2]) {
-  const Bf16* from = p.x + row * p.x_stride + g * kGroup;
-  const std::uint8_t* bytes = p.codes + row * p.codes_stride + g * (kGroup / 2);
-  if (p.aligned) {
-    const uint4 low = reinterpret_cast<const uint4*>(from)[0];
-    const uint4 high = reinterpret_cast<const uint4*>(from)[1];
-    const uint2 pair = *reinterpret_cast<const uint2*>(bytes);
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    codes[0] = pair.x, codes[1] = pair.y;
+template <int kLanes>
+__device__ void read_part(const Params& p, std::int64_t row, int at,
+                          std::uint32_t (&x)[kGroup / kLanes / 2], std::uint32_t (&codes)[2]) {
+  constexpr int kSize = kGroup / kLanes;
+  const Bf16* from = p.x + row * p.x_stride + at;
+  const std::uint8_t* bytes = p.codes + row * p.codes_stride + at / 2;
+  codes[1] = 0;
+  if (p.aligned && kLanes == 4) {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    x[0] = words.x, x[1] = words.y;
+    codes[0] = *reinterpret_cast<const std::uint16_t*>(bytes);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kSize / 2; ++i) {
     x[i] = bits_of(from[2 * i]) | static_cast<std::uint32_t>(bits_of(from[2 * i + 1])) << 16;
   }
-  codes[0] = codes[1] = 0;
+  codes[0] = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kSize / 2; ++i) {
     codes[i / 4] |= static_cast<std::uint32_t>(bytes[i]) << i % 4 * 8;
   }
 }
 
-/// residual_row_body() of one group.
-__device__ Group residual_of(const Params& p, std::int64_t row, int g, std::int32_t n) {
-  std::uint32_t x[8];
+/// residual_row_body() of one group. A score is the sum of its squares in their order: each lane
+/// goes on where the one before it stopped.
+template <int kLanes>
+__device__ Part<kLanes> residual_of(const Params& p, std::int64_t row, int at, std::int32_t n) {
+  using Own = Part<kLanes>;
+  std::uint32_t x[Own::kSize / 2];
   std::uint32_t codes[2];
-  read_group(p, row, g, x, codes);
+  read_part<kLanes>(p, row, at, x, codes);
   const float inverse = power_of_two(-n);
-  const std::uint8_t byte = p.scales[row * p.scales_stride + g];
+  const std::uint8_t byte = p.scales[row * p.scales_stride + at / kGroup];
   const float scale = scale_value(static_cast<E4m3>(byte), n);
-  Group group{{}, 0.0f, true};
+  Own part{{}, 0.0f, true};
+  float squares[Own::kSize];
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
+  for (int i = 0; i < Own::kSize; ++i) {
     const std::uint32_t bits = i % 2 == 0 ? x[i / 2] << 16 : x[i / 2] & 0xFFFF0000u;
     const std::uint32_t code = codes[i / 8] >> i % 8 * 4 & 15u;
-    group.finite &= (bits & 0x7F800000u) != 0x7F800000u;
-    const float magnitude = e2m1_magnitude(code & 7u) * scale;
+    part.finite &= (bits & 0x7F800000u) != 0x7F800000u;
+    const float magnitude = float_of((code & 7u) << 22) * 0x1p126f * scale;
     const float r = float_of(float_bits(magnitude) | (code & 8u) << 28) - float_of(bits);
     const std::uint32_t word = float_bits(r) >> 16;
-    group.words[i / 2] |= i % 2 == 0 ? word : word << 16;
+    part.words[i / 2] |= i % 2 == 0 ? word : word << 16;
     const float scaled = r * inverse;
-    group.score += scaled * scaled;
+    squares[i] = scaled * scaled;
   }
-  return group;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    float sum = part.score;
+#pragma unroll
+    for (int i = 0; i < Own::kSize; ++i) sum += squares[i];
+    part.score = kLanes == 1 ? sum : __shfl_sync(0xFFFFFFFFu, sum, lane, kLanes);
+  }
+  return part;
 }
 
-__device__ float residual_at(const Group& group, int i) {
-  const std::uint32_t pair = group.words[i / 2];
+template <int kLanes>
+__device__ float residual_at(const Part<kLanes>& part, int i) {
+  const std::uint32_t pair = part.words[i / 2];
   return float_of(i % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
 }
 
-/// Which codes of a group stay where of every four only the two with the larger residuals do.
-__device__ std::uint64_t two_of_four(const Group& group) {
+/// Which codes stay where of every four only the two with the larger residuals do.
+template <int kLanes>
+__device__ std::uint64_t two_of_four(const Part<kLanes>& part) {
   std::uint64_t keep = 0;
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const std::uint32_t own = float_bits(residual_at(group, i)) & 0x7FFFFFFFu;
+  for (int i = 0; i < Part<kLanes>::kSize; ++i) {
+    const std::uint32_t own = float_bits(residual_at(part, i)) & 0x7FFFFFFFu;
     int before = 0;
 #pragma unroll
     for (int j = i / 4 * 4; j < i / 4 * 4 + 4; ++j) {
-      const std::uint32_t other = float_bits(residual_at(group, j)) & 0x7FFFFFFFu;
+      const std::uint32_t other = float_bits(residual_at(part, j)) & 0x7FFFFFFFu;
       before += other > own || (other == own && j < i);
     }
     if (before < 2) keep |= std::uint64_t{15} << 4 * i;
@@ -116,45 +132,63 @@ __device__ std::uint64_t two_of_four(const Group& group) {
   return keep;
 }
 
-__device__ void write_group(const Params& p, std::int64_t row, int g, std::uint64_t codes,
-                            std::uint8_t scale) {
-  p.out_scales[row * p.out_scales_stride + g] = scale;
-  std::uint8_t* to = p.out_codes + row * p.out_codes_stride + g * (kGroup / 2);
-  if (p.aligned) {
-    *reinterpret_cast<std::uint64_t*>(to) = codes;
+template <int kLanes>
+__device__ void write_part(const Params& p, std::int64_t row, int at, std::uint64_t codes,
+                           std::uint8_t scale) {
+  if (at % kGroup == 0) p.out_scales[row * p.out_scales_stride + at / kGroup] = scale;
+  std::uint8_t* to = p.out_codes + row * p.out_codes_stride + at / 2;
+  if (p.aligned && kLanes == 4) {
+    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(codes);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = static_cast<std::uint8_t>(codes >> 8 * i);
+  for (int i = 0; i < Part<kLanes>::kSize / 2; ++i) {
+    to[i] = static_cast<std::uint8_t>(codes >> 8 * i);
+  }
 }
 
-/// Quantizes a group's residual under 2^(n - 2).
-__device__ void encode_group(const Params& p, std::int64_t row, int g, const Group& group,
-                             std::int32_t n) {
+/// Quantizes a group's residual under 2^(n - 2), or clears what is not chosen. All lanes call it.
+template <int kLanes>
+__device__ void encode_part(const Params& p, std::int64_t row, int at, const Part<kLanes>& part,
+                            std::int32_t n, bool chosen) {
+  constexpr int kSize = Part<kLanes>::kSize;
   std::uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    most = max(most, float_bits(residual_at(group, i)) & 0x7FFFFFFFu);
+  for (int i = 0; i < kSize; ++i) {
+    most = max(most, float_bits(residual_at(part, i)) & 0x7FFFFFFFu);
   }
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2) {
+    most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, other));
+  }
+  if (at >= p.groups * kGroup) return;
+  if (!chosen) return write_part<kLanes>(p, row, at, 0, 0);
   const E4m3 s8 = block_scale(float_of(most), n - 2);
   const float scale = scale_value(s8, n - 2);
   std::uint64_t codes = 0;
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const E2m1 code = to_e2m1_scaled(residual_at(group, i), scale);
+  for (int i = 0; i < kSize; ++i) {
+    const E2m1 code = to_e2m1_scaled(residual_at(part, i), scale);
     codes |= static_cast<std::uint64_t>(bits_of(code)) << 4 * i;
   }
-  if (p.pattern == ResidualPattern::kTwoOfFour) codes &= two_of_four(group);
-  write_group(p, row, g, codes, bits_of(s8));
+  if (p.pattern == ResidualPattern::kTwoOfFour) codes &= two_of_four(part);
+  write_part<kLanes>(p, row, at, codes, bits_of(s8));
 }
 
-/// Whether unit `own` is among the `count` largest, ties to the lower index.
-__device__ bool is_chosen(const float* scores, int units, int own, int count) {
+/// Whether unit `own` is among the `count` largest, ties to the lower index. The lanes of a group
+/// share the work.
+template <int kLanes>
+__device__ bool is_chosen(const float* scores, int units, int own, int count, int lane) {
   const float score = scores[own];
   int before = 0;
-  for (int j = 0; j < units; ++j) {
+#pragma unroll 8
+  for (int j = lane; j < units; j += kLanes) {
     const float other = scores[j];
     before += other > score || (other == score && j < own);
+  }
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2) {
+    before += __shfl_xor_sync(0xFFFFFFFFu, before, other);
   }
   return before < count;
 }
@@ -170,81 +204,110 @@ enum class Stage : std::uint8_t {
   kEncode,  // chooses by the sums of all rows, and encodes
 };
 
-template <Stage kStage>
-__device__ bool chooses(const Params& p, std::int64_t row, int g, float score, float* scores) {
-  const bool takes_part = g < p.groups;
+/// All threads call it; those beyond the row choose as the last group does.
+template <Stage kStage, int kLanes>
+__device__ bool chooses(const Params& p, std::int64_t row, int group, float score, float* scores) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   if (p.pattern == ResidualPattern::kTwoOfFour) return true;
+  const int g = min(group, p.groups - 1);
   if constexpr (kStage == Stage::kEncode) {
-    if (!takes_part) return false;
     const auto units = static_cast<int>((p.rows + p.tile_rows - 1) / p.tile_rows * p.units);
     const auto own = static_cast<int>(row / p.tile_rows * p.units + g / p.together);
-    return is_chosen(p.sums, units, own, count_chosen(p.per_mille, units));
+    return is_chosen<kLanes>(p.sums, units, own, count_chosen(p.per_mille, units), lane);
   }
-  if (p.chosen != nullptr) return takes_part && p.chosen[g * p.chosen_stride] != 0;
-  scores[g] = takes_part ? score : 0.0f;
+  if (p.chosen != nullptr) return p.chosen[g * p.chosen_stride] != 0;
+  if (lane == 0 && group < p.groups) scores[group] = score;
   __syncthreads();
   if (p.together > 1) {
     float sum = 0.0f;
-    const int first = g * p.together;
+    const int first = group * p.together;
     for (int i = first; i < first + p.together && i < p.groups; ++i) sum += scores[i];
     __syncthreads();
-    if (g < p.units) scores[g] = sum;
+    if (lane == 0 && group < p.units) scores[group] = sum;
     __syncthreads();
   }
-  return takes_part &&
-         is_chosen(scores, p.units, g / p.together, count_chosen(p.per_mille, p.units));
+  const int count = count_chosen(p.per_mille, p.units);
+  return is_chosen<kLanes>(scores, p.units, g / p.together, count, lane);
 }
 
-template <Stage kStage>
+template <Stage kStage, int kLanes>
 __global__ void __launch_bounds__(kMostThreads) residual_kernel(const __grid_constant__ Params p) {
-  __shared__ float scores[kMostThreads];
+  __shared__ float scores[kMostUnits];
   const std::int64_t row = blockIdx.x;
-  const auto g = static_cast<int>(threadIdx.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int group = thread / kLanes;
+  const int at = thread * (kGroup / kLanes);
   const std::int32_t n = exponent_of(p.global[row * p.global_stride]);
-  Group group{{}, 0.0f, true};
-  if (g < p.groups) group = residual_of(p, row, g, n);
-  const bool finite = __syncthreads_and(group.finite) != 0;
+  // A group beyond the row reads the last one, so that all lanes have something to exchange.
+  const int from = group < p.groups ? at : (p.groups - 1) * kGroup + at % kGroup;
+  const Part<kLanes> part = residual_of<kLanes>(p, row, from, n);
+  const bool finite = __syncthreads_and(part.finite) != 0;
   if constexpr (kStage == Stage::kScore) {
-    if (g < p.groups) p.scores[row * p.groups + g] = finite ? group.score : 0.0f;
+    if (at % kGroup == 0 && group < p.groups) {
+      p.scores[row * p.groups + group] = finite ? part.score : 0.0f;
+    }
     return;
   }
-  const bool chosen = chooses<kStage>(p, row, g, group.score, scores) && finite;
-  if (g < p.groups) {
-    if (chosen) {
-      encode_group(p, row, g, group, n);
-    } else {
-      write_group(p, row, g, 0, 0);
-    }
-  }
-  if (g == 0 && p.out_global != nullptr) {
+  const bool chosen = chooses<kStage, kLanes>(p, row, group, part.score, scores) && finite;
+  encode_part<kLanes>(p, row, at, part, n, chosen);
+  if (thread == 0 && p.out_global != nullptr) {
     p.out_global[row * p.out_global_stride] = power_of_two(n - 2);
   }
 }
 
-/// A thread a unit of a tile: its scores in the order of their rows.
-__global__ void sum_kernel(const __grid_constant__ Params p) {
-  const auto unit = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (unit >= p.units) return;
+constexpr int kSumUnits = 32;
+constexpr int kSumThreads = 256;
+
+/// The scores of 32 units of a tile in the order of their rows: all threads read, one warp adds.
+__global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ Params p) {
+  constexpr int kRows = kSumThreads / kSumUnits * 16;  // read at a time
+  __shared__ float scores[kRows][kSumUnits + 1];
+  const int lane = static_cast<int>(threadIdx.x) % kSumUnits;
+  const int unit = static_cast<int>(blockIdx.x) * kSumUnits + lane;
   const std::int64_t first = blockIdx.y * p.tile_rows;
-  const std::int64_t end = first + p.tile_rows < p.rows ? first + p.tile_rows : p.rows;
-  const int group = unit * p.together;
-  const int last = group + p.together < p.groups ? group + p.together : p.groups;
+  const std::int64_t end = min(first + p.tile_rows, p.rows);
   float sum = 0.0f;
-  if (p.together == 1) {
-    const float* score = p.scores + first * p.groups + unit;
-#pragma unroll 16
-    for (std::int64_t r = first; r < end; ++r, score += p.groups) sum += *score;
-  } else {
-    for (std::int64_t r = first; r < end; ++r) {
-      for (int i = group; i < last; ++i) sum += p.scores[r * p.groups + i];
+  for (std::int64_t top = first; top < end; top += kRows) {
+    if (p.together == 1 && unit < p.units) {
+#pragma unroll
+      for (int j = 0; j < kRows; j += kSumThreads / kSumUnits) {
+        const int r = j + static_cast<int>(threadIdx.x) / kSumUnits;
+        scores[r][lane] = top + r < end ? p.scores[(top + r) * p.groups + unit] : 0.0f;
+      }
     }
+    __syncthreads();
+    if (threadIdx.x < kSumUnits && unit < p.units) {
+      const auto rows = static_cast<int>(min(std::int64_t{kRows}, end - top));
+      for (int r = 0; r < rows; ++r) {
+        if (p.together == 1) {
+          sum += scores[r][lane];
+          continue;
+        }
+        for (int i = unit * p.together; i < (unit + 1) * p.together && i < p.groups; ++i) {
+          sum += p.scores[(top + r) * p.groups + i];
+        }
+      }
+    }
+    __syncthreads();
   }
-  p.sums[blockIdx.y * p.units + unit] = sum;
+  if (threadIdx.x < kSumUnits && unit < p.units) p.sums[blockIdx.y * p.units + unit] = sum;
 }
 
 bool is_on(const void* data, std::int64_t stride, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 &&
          stride % bytes == 0;
+}
+
+template <Stage kStage>
+void launch(const Params& p, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>(p.rows);
+  // Four lanes a group where a block has as many threads.
+  if (4 * p.groups <= kMostThreads) {
+    residual_kernel<kStage, 4><<<rows, (4 * p.groups + 31) / 32 * 32, 0, stream>>>(p);
+  } else {
+    residual_kernel<kStage, 1><<<rows, (p.groups + 31) / 32 * 32, 0, stream>>>(p);
+  }
+  cuda::require_launch("residual_kernel");
 }
 
 Params params_of(const ResidualArgs& args) {
@@ -273,8 +336,8 @@ Params params_of(const ResidualArgs& args) {
   p.units = (p.groups + p.together - 1) / p.together;
   p.per_mille = args.per_mille;
   p.pattern = args.pattern;
-  p.aligned = is_on(p.x, 2 * p.x_stride, 16) && is_on(p.codes, p.codes_stride, 8) &&
-              is_on(p.out_codes, p.out_codes_stride, 8);
+  p.aligned = is_on(p.x, 2 * p.x_stride, 8) && is_on(p.codes, p.codes_stride, 2) &&
+              is_on(p.out_codes, p.out_codes_stride, 2);
   return p;
 }
 
@@ -288,13 +351,8 @@ void residual_cuda(const ResidualArgs& args, Stream stream) {
   const cuda::OnDevice scope(args.x.device.index);
   const auto handle = cuda::stream_of(stream);
   Params p = params_of(args);
-  const auto rows = static_cast<unsigned>(p.rows);
-  const int threads = (p.groups + 31) / 32 * 32;
-  if (args.choice != ResidualChoice::kBatch || p.pattern == ResidualPattern::kTwoOfFour) {
-    residual_kernel<Stage::kAll><<<rows, threads, 0, handle>>>(p);
-    cuda::require_launch("residual_kernel");
-    return;
-  }
+  const bool together = args.choice == ResidualChoice::kBatch;
+  if (!together || p.pattern == ResidualPattern::kTwoOfFour) return launch<Stage::kAll>(p, handle);
   const std::int64_t needed = residual_workspace(args);
   Buffer own;
   p.scores = args.workspace.data;
@@ -303,14 +361,12 @@ void residual_cuda(const ResidualArgs& args, Stream stream) {
     p.scores = own.as<float>();
   }
   p.sums = p.scores + p.rows * p.groups;
-  residual_kernel<Stage::kScore><<<rows, threads, 0, handle>>>(p);
-  cuda::require_launch("residual_kernel");
+  launch<Stage::kScore>(p, handle);
   const auto tiles = static_cast<unsigned>((p.rows + p.tile_rows - 1) / p.tile_rows);
-  const dim3 grid(static_cast<unsigned>((p.units + 31) / 32), tiles);
-  sum_kernel<<<grid, 32, 0, handle>>>(p);
+  const dim3 grid(static_cast<unsigned>((p.units + kSumUnits - 1) / kSumUnits), tiles);
+  sum_kernel<<<grid, kSumThreads, 0, handle>>>(p);
   cuda::require_launch("sum_kernel");
-  residual_kernel<Stage::kEncode><<<rows, threads, 0, handle>>>(p);
-  cuda::require_launch("residual_kernel");
+  launch<Stage::kEncode>(p, handle);
 }
 
 }  // namespace lockstep::kernels
