@@ -12,7 +12,7 @@ using cuda::BenchCase;
 
 /// One set of inputs and outputs for each rotation.
 struct Set {
-  Buffer x, codes, scales, global, records;
+  Buffer x, codes, scales, global, records, nonfinite, counts;
 };
 
 struct Shape {
@@ -31,7 +31,8 @@ double bytes_of(const Shape& shape, const Quantizer& rule, const RowLayout& layo
 }
 
 BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape& shape,
-                        const Quantizer& rule, Encoding encoding, std::int32_t slots = 1) {
+                        const Quantizer& rule, Encoding encoding, std::int32_t slots = 1,
+                        bool counted = false) {
   const RowLayout layout = {encoding, static_cast<std::int32_t>(shape.cols) * slots, rule.block,
                             rule.is_mx() ? 0 : slots};
   const std::int64_t tokens = shape.rows / slots;
@@ -47,6 +48,10 @@ BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape
     set.scales = Buffer(device, shape.rows * shape.cols / rule.block);
     set.global = Buffer(device, shape.rows * 4);
     set.records = Buffer(device, tokens * layout.bytes());
+    if (counted) {
+      set.nonfinite = Buffer(device, shape.rows);
+      set.counts = to_device(std::vector<std::int64_t>(kNumQuantizeCounts), device);
+    }
     all->push_back(std::move(set));
   }
   const auto launch = [all, shape, tokens, rule, layout, device](int i, Stream stream) {
@@ -69,6 +74,10 @@ BenchCase quantize_case(const Bench& bench, const std::string& name, const Shape
       args.records = {
           set.records.as<std::uint8_t>(), {tokens, layout.bytes()}, {layout.bytes(), 1}, device};
     }
+    if (set.counts.bytes() > 0) {
+      args.nonfinite = {set.nonfinite.as<std::uint8_t>(), {rows}, {1}, device};
+      args.counts = {set.counts.as<std::int64_t>(), {kNumQuantizeCounts}, {1}, device};
+    }
     quantize(args, stream);
   };
   return {.name = name, .size = shape.name(), .bytes = bytes, .sets = sets, .launch = launch};
@@ -78,13 +87,15 @@ void bench_quantize(Bench& bench) {
   const Quantizer mx = mx_rule(ScaleRule::kMxRceil);
   Quantizer matrix = kLockstep;
   matrix.global = GlobalScale::kPerTensor;
-  for (const Shape& shape : {Shape{65536, 2048}, Shape{8192, 2048}, Shape{65536, 768},
-                             Shape{16384, 8192}, Shape{64, 2048}}) {
+  for (const Shape& shape :
+       {Shape{65536, 2048}, Shape{8192, 2048}, Shape{65536, 768}, Shape{16384, 8192},
+        Shape{1024, 2048}, Shape{64, 2048}, Shape{1, 2048}}) {
     const auto one = [&](const std::string& name, const Quantizer& rule, Encoding encoding,
-                         std::int32_t slots = 1) {
-      return quantize_case(bench, "quantize " + name, shape, rule, encoding, slots);
+                         std::int32_t slots = 1, bool counted = false) {
+      return quantize_case(bench, "quantize " + name, shape, rule, encoding, slots, counted);
     };
     std::vector<BenchCase> cases = {one("nvfp4", kLockstep, Encoding::kNone),
+                                    one("nvfp4, counted", kLockstep, Encoding::kNone, 1, true),
                                     one("nvfp4 + compact", kLockstep, Encoding::kLsb),
                                     one("nvfp4 + mod 4", kLockstep, Encoding::kLsbScaleMod4),
                                     one("nvfp4 + full", kLockstep, Encoding::kCodes)};

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostWarps = 16;  // of a long row
+constexpr int kFewRows = 1024;
 
 /// What a kernel is compiled for.
 enum class Record { kNone, kBits, kOther };  // kBits: kLsb and kLsbScaleMod4
@@ -41,22 +42,28 @@ struct Counts {
   std::uint32_t nonfinite = 0;
 };
 
-__device__ inline void add_to(const QuantizeParams& p, QuantizeCount which, std::uint32_t count) {
+__device__ inline void add_to(std::uint32_t* shared, QuantizeCount which, std::uint32_t count) {
   count = __reduce_add_sync(0xFFFFFFFFu, count);
-  if (count == 0 || threadIdx.x % 32 != 0) return;
-  atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + which * p.counts_stride),
-            static_cast<unsigned long long>(count));
+  if (count != 0 && threadIdx.x % 32 == 0) atomicAdd(shared + which, count);
 }
 
+/// Of a block of threads: one addition to memory for all of them. All threads call it.
 template <bool kMx>
 __device__ inline void add_counts(const QuantizeParams& p, const Counts& counts) {
-  add_to(p, kBlocks, counts.blocks);
-  add_to(p, kZeroBlocks, counts.zero);
+  __shared__ std::uint32_t shared[kNumQuantizeCounts];
+  if (threadIdx.x < kNumQuantizeCounts) shared[threadIdx.x] = 0;
+  __syncthreads();
+  add_to(shared, kBlocks, counts.blocks);
+  add_to(shared, kZeroBlocks, counts.zero);
   if constexpr (!kMx) {
-    add_to(p, kUnderflowBlocks, counts.without_scale - counts.zero);
-    add_to(p, kSaturatedBlocks, counts.saturated);
+    add_to(shared, kUnderflowBlocks, counts.without_scale - counts.zero);
+    add_to(shared, kSaturatedBlocks, counts.saturated);
   }
-  add_to(p, kNonfiniteRows, counts.nonfinite);
+  add_to(shared, kNonfiniteRows, counts.nonfinite);
+  __syncthreads();
+  if (threadIdx.x >= kNumQuantizeCounts || shared[threadIdx.x] == 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + threadIdx.x * p.counts_stride),
+            static_cast<unsigned long long>(shared[threadIdx.x]));
 }
 
 /// Where a lane's first sixteen goes in its row's record: what else it has lies at multiples of the
@@ -297,6 +304,11 @@ void launch(const Lane& lane, unsigned int threads, cudaStream_t stream) {
 template <bool kMx, Record kRecord>
 void launch_for(const Lane& lane, cudaStream_t stream) {
   const std::int32_t blocks = lane.blocks;
+  // Few rows: time is that of one lane, so that each gets one sixteen.
+  if (blocks > 32 && blocks <= kMostWarps * 32 && lane.p.rows <= kFewRows) {
+    const auto warps = static_cast<unsigned int>((blocks + 31) / 32);
+    return launch<kMx, kRecord, 32, 1, true>(lane, warps * 32, stream);
+  }
   if (blocks <= 8) return launch<kMx, kRecord, 8, 1>(lane, kThreads, stream);
   if (blocks <= 16) return launch<kMx, kRecord, 16, 1>(lane, kThreads, stream);
   if (blocks <= 32) return launch<kMx, kRecord, 32, 1>(lane, kThreads, stream);
