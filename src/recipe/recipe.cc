@@ -447,6 +447,7 @@ std::string hindrances(std::string_view before, std::string_view after,
 void take_calibrated(std::string_view began, const std::string& file, Recipe& recipe) {
   const std::vector<Key> own = keys(recipe);
   std::vector<Entry> found = parse(began, file);
+  recipe_of(found);  // for its complaints: who damaged that file shall read of it, and no guess
   std::erase_if(found, [&](const Entry& entry) {
     if (!is_calibrated(entry.name)) return true;
     const auto key =

@@ -323,6 +323,12 @@ TEST(Recipe, ARunKeepsWhatCalibrationFound) {
   EXPECT_EQ(on.arm.kv_exponents, began.arm.kv_exponents);
   EXPECT_EQ(on.arm.residual_groups, began.arm.residual_groups);
   EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})), "");
+  try {
+    take_calibrated(text + "[tainer]\nlr = 1\n", "recipe.toml", on);
+    FAIL() << "a damaged recipe was taken from";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("recipe.toml"), std::string::npos);
+  }
   on.arm.residual_groups = "1111";  // given: not taken from there
   take_calibrated(text, "recipe.toml", on);
   EXPECT_EQ(on.arm.residual_groups, "1111");
