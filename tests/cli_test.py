@@ -286,11 +286,11 @@ def test_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
     assert train(tmp_path).returncode == 0
 
 
-def test_resumed_run_with_another_recipe(tmp_path):
+def test_R36_resumed_run_with_another_recipe(tmp_path):
     assert train(tmp_path).returncode == 0
     before = sorted(p.name for p in (tmp_path / "run").iterdir())
     refused(train(tmp_path, "trainer.lr=0.5"), 1, "trainer.lr", "0.5")
-    # Two contracts that differ: the rollout's numbers of one run do not change. R36
+    # Two contracts that differ: the rollout's numbers of one run do not change.
     refused(train(tmp_path, "contract.layers=0-4", "guide.layers=3-4"), 1, "contract.layers")
     refused(train(tmp_path, "guide.kv_layers=none"), 2, "guide.kv_layers names no layer")
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before

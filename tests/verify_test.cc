@@ -70,7 +70,8 @@ class VerifyTest : public ::testing::Test {
   Agreement agreement_;
 };
 
-TEST_F(VerifyTest, AllHoldsUnderNvfp4AndBf16) {
+/// Zero drift, certified: a trainer that takes the rollout's codes has the rollout's operands.
+TEST_F(VerifyTest, R96_AllHoldsUnderNvfp4AndBf16) {
   for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
     EXPECT_TRUE(check.ok) << name << ": " << check.figures;
   }
@@ -122,6 +123,21 @@ TEST_F(VerifyTest, AllHoldsUnderFp8AndMxfp4) {
     agreement_.contract = bind(spec, agreement_.model).contract;
     for (const auto& [check, result] : run({.agreement = agreement_, .weights = checkpoint_})) {
       EXPECT_TRUE(result.ok) << name << ", " << check << ": " << result.figures;
+    }
+  }
+}
+
+/// No record holds what these scales are; the cache's is held, and all else is checked.
+TEST_F(VerifyTest, AllHoldsUnderMacroBlocksAndFp32GlobalScales) {
+  const std::int32_t layers = agreement_.model.num_layers;
+  Contract macro = contracts::preset("mx-rceil", layers);
+  macro.weight.macro_block = macro.activation.macro_block = 128;
+  Contract te = contracts::preset("te", layers);
+  te.kv_exponents = agreement_.contract.kv_exponents;
+  for (const Contract& contract : {macro, te}) {
+    agreement_.contract = contract;
+    for (const auto& [name, check] : run({.agreement = agreement_, .weights = checkpoint_})) {
+      EXPECT_TRUE(check.ok) << name << ": " << check.figures;
     }
   }
 }

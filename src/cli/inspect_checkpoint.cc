@@ -13,11 +13,11 @@
 #include "cli/session.h"
 #include "data/chat_template.h"
 #include "kernels/exact/dequantize.h"
-#include "kernels/exact/macro_block.h"
 #include "kernels/exact/mx_error.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "model/safetensors.h"
+#include "numerics/macro_block.h"
 #include "sync/refit.h"
 
 namespace lockstep::cli {
@@ -110,13 +110,12 @@ class Measure {
       }
     }
     part.mx.add(kernels::mx_error(numbers, rule_));
-    const auto back = view(back_, rows, cols);
-    kernels::quantize_macro(
-        {.x = numbers,
-         .rule = rule_,
-         .out = packed,
-         .mantissas = view(mantissas_, rows, (cols + kMacroBlock - 1) / kMacroBlock),
-         .values = back});
+    Quantizer macro = rule_;
+    macro.macro_block = kMacroBlock;
+    PackedView<std::uint8_t> stretched = packed;
+    stretched.mantissas = view(mantissas_, rows, macro.macro_cols(cols));
+    kernels::quantize({.x = numbers, .rule = macro, .out = stretched});
+    kernels::dequantize({.codes = stretched, .rule = macro, .f32 = view(back_, rows, cols)});
     for (std::size_t i = 0; i < back_.size(); ++i) {
       const auto lost = static_cast<double>(back_[i]) - static_cast<double>(to_float(bf16_[i]));
       part.macro_error += lost * lost;

@@ -231,10 +231,13 @@ void add_verify(CLI::App& app, Chosen& chosen) {
 void add_diff(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<DiffArgs>();
   auto* sub = verb(app, "diff", "show where two engines part, from dumps of the same tokens",
-                   "diff runs/rollout.safetensors runs/trainer.safetensors --json runs/parts.json");
+                   "diff runs/rollout.safetensors runs/trainer.safetensors --json runs/parts.json\n"
+                   "  ./lockstep diff A B contract.activations=mxfp8 contract.kv=mxfp4");
   add_text(sub, "a", args->a, "the rollout's dump: a file or a folder (docs/formats/dump.md)")
       ->required();
   add_text(sub, "b", args->b, "the trainer's")->required();
+  sub->add_option("assignments", args->assignments,
+                  "contract.KEY=value or arm=NAME, as in a recipe, over the preset");
   add_text(sub, "--contract", args->contract, "the preset under which both are quantized")
       ->capture_default_str();
   sub->add_option("--tolerance", args->tolerance,

@@ -115,6 +115,7 @@ int verify(const VerifyArgs& args);
 struct DiffArgs {
   std::string a, b;  // dumps
   std::string contract = "lockstep";
+  std::vector<std::string> assignments;  // contract.* and arm, over it
   double tolerance = 0.01;
   std::string json;  // a file; empty: none is written
 };

@@ -50,10 +50,7 @@ void require_tokens(const Dump& a, const Dump& b) {
 }
 
 void require_guidable(const std::string& name, const Quantizer& rule) {
-  const bool guided = rule.global_is_power_of_two || rule.is_mx();
-  if (rule.quantizes() && rule.code_rule == CodeRule::kExact && rule.tie == Tie::kEven && guided) {
-    return;
-  }
+  if (rule.is_guidable()) return;
   throw Error(cat({"contract ", name,
                    " has no codes that guidance is defined for; compare under lockstep, mx-floor, "
                    "mx-even, mx-ceil, mx-rceil, mxfp8 or fp8"}));
@@ -234,7 +231,8 @@ Diff diff(const Dump& a, const Dump& b, const DiffOptions& options) {
   std::int32_t layers = 0;
   for (const Place& place : a.places()) layers = std::max(layers, place.layer.value + 1);
   Diff diff{.a = a.name(), .b = b.name(), .options = options, .rows = a.rows()};
-  diff.contract = contracts::preset(options.contract, layers);
+  diff.contract = options.rules ? *options.rules : contracts::preset(options.contract, layers);
+  diff.contract.layers = LayerSet::range(0, layers);
   if (diff.contract.k.global == GlobalScale::kStatic) {
     diff.contract.kv_exponents = exponents_of(a, layers, diff.contract.k);
   }
@@ -246,7 +244,9 @@ Diff diff(const Dump& a, const Dump& b, const DiffOptions& options) {
       continue;
     }
     const bool cached = place.site != Site::kW13In;
-    Quantizer rule = cached ? diff.contract.k : diff.contract.activation;
+    Quantizer rule = !cached                  ? diff.contract.activation
+                     : place.site == Site::kK ? diff.contract.k
+                                              : diff.contract.v;
     if (rule.is_wide() && a.width(place) < rule.block) {
       rule.block = static_cast<std::int32_t>(a.width(place));  // an FP8 block is a row at most
     }

@@ -20,7 +20,8 @@ inline constexpr std::array kModes = {Guidance::kOwnScale,     Guidance::kRollou
 std::string_view name_of(Guidance mode);  // "lsb_mod4", as recipes spell it
 
 struct DiffOptions {
-  std::string contract = "lockstep";
+  std::string contract = "lockstep";  // a preset, or what `rules` are called
+  std::optional<Contract> rules{};    // instead: its activation, k and v; layers are not read
   /// A place parts where its drift is above tolerance * sqrt(layer + 1): what rounding to BF16
   /// leaves grows about so with depth.
   double tolerance = 0.01;

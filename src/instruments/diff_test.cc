@@ -217,6 +217,31 @@ TEST_F(DiffTest, ModesOfPowerOfTwoScales) {
   }
 }
 
+/// W4A8: MXFP8 activations beside an NVFP4 cache, which no preset is.
+TEST_F(DiffTest, EachSiteGoesByItsOwnFieldOfTheContract) {
+  const Content a = content();
+  Content b = a;
+  for (auto& [place, x] : b.values) x = drifted(x, 0.02, 50);
+  Contract rules = contracts::lockstep(1);
+  rules.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+  const Diff mixed = diff_of(a, b, {.contract = "mine", .rules = rules});
+  Contract all_mx = rules;
+  all_mx.k = all_mx.v = contracts::format("mxfp4", contracts::Tensor::kCache);
+  const Diff nvfp4 = diff_of(a, b);
+  const Diff mxfp8 = diff_of(a, b, {.contract = "all mx", .rules = all_mx});
+  ASSERT_EQ(mixed.places.size(), nvfp4.places.size());
+  for (std::size_t i = 0; i < mixed.places.size(); ++i) {
+    const bool expert = mixed.places[i].place.site == Site::kW13In;
+    const PlaceDiff& same = (expert ? mxfp8 : nvfp4).places[i];
+    const PlaceDiff& other = (expert ? nvfp4 : mxfp8).places[i];
+    EXPECT_EQ(mixed.places[i].flips, same.flips);
+    EXPECT_EQ(mixed.places[i].left[3].bytes, same.left[3].bytes);
+    EXPECT_NE(mixed.places[i].flips, other.flips);
+  }
+  EXPECT_EQ(mixed.contract.activation, rules.activation);
+  EXPECT_EQ(mixed.contract.k, rules.k);
+}
+
 TEST_F(DiffTest, CountsWhatIsSaturatedDeadAndClipped) {
   Content a = content();
   const Place k = {Layer{0}, Site::kK};

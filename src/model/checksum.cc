@@ -25,7 +25,8 @@ std::uint32_t crc_of_rows(const TensorView<const T, 2>& view, std::uint32_t crc)
 std::uint32_t checksum(const TensorView<const Bf16, 2>& value) { return crc_of_rows(value, 0); }
 
 std::uint32_t checksum(const PackedView<const std::uint8_t>& value) {
-  const std::uint32_t crc = crc_of_rows(value.scales, crc_of_rows(value.codes, 0));
+  std::uint32_t crc = crc_of_rows(value.scales, crc_of_rows(value.codes, 0));
+  crc = crc_of_rows(value.mantissas, crc);
   return checksum_with_global(crc, value.global.empty() ? 1.0f : value.global.data[0]);
 }
 

@@ -10,8 +10,8 @@ namespace lockstep {
 /// Of the rows, one after another.
 std::uint32_t checksum(const TensorView<const Bf16, 2>& value);
 
-/// Of the codes' rows, the scales' rows, and the global scale of all rows: the first there is, 1
-/// where there is none. Little-endian.
+/// Of the codes' rows, the scales' rows, the mantissas' rows, and the global scale of all rows: the
+/// first there is, 1 where there is none. Little-endian.
 std::uint32_t checksum(const PackedView<const std::uint8_t>& value);
 
 /// The same of codes and scales whose CRC is known.

@@ -7,7 +7,7 @@
 
 namespace lockstep {
 
-inline constexpr std::int32_t kMacroBlock = 128;
+inline constexpr std::int32_t kMacroBlock = 128;  // the paper's
 
 /// The mantissa of a macro block: 1 + m/256 is 2^ceil(log2 A) / A with A = amax / 6, rounded down.
 /// 0 for amax 0. Requires amax normal or 0, and finite.

@@ -85,6 +85,18 @@ constexpr float stored_global(const Quantizer& rule, const GlobalNumbers& global
   return global.decode;
 }
 
+/// The factor of all codes of a row or a matrix, from the number that stands beside them.
+constexpr float global_factor(const Quantizer& rule, float stored) {
+  if (rule.global_is_power_of_two) return stored;
+  switch (rule.stored_global) {
+    case StoredGlobal::kDecode: return stored;
+    case StoredGlobal::kEncode: return 1.0f / stored;
+    case StoredGlobal::kAmax:
+      return stored * (1.0f / (static_cast<float>(rule.denominator) * 6.0f));
+  }
+  return stored;
+}
+
 /// ggml's E4M3: half rounds up, subnormals stop at 7, and what rounds to 256 or more becomes 448.
 constexpr E4m3 to_e4m3_ggml(float x) {
   if (!(x > 0.0f)) return E4m3{0};

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "kernels/exact/mx_product.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
@@ -77,8 +78,8 @@ Tensor grouped(const Tensor& x, const Tensor& w, const std::vector<std::int64_t>
 
 /// The same product of codes: item i is row from[i] of x, quantized by the rule; empty: row i. In
 /// FP32, rounded once.
-Tensor coded_product(TensorView<const Bf16, 2> x, const Quantizer& rule,
-                     const kernels::W4a4Weights& w, const std::vector<std::int64_t>& offsets,
+Tensor coded_product(TensorView<const Bf16, 2> x, const Quantizer& rule, const CodeMatrix& w,
+                     const std::vector<std::int64_t>& offsets,
                      const std::vector<std::int32_t>& from) {
   const std::int64_t rows = x.shape[0], cols = x.shape[1], blocks = cols / rule.block;
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * cols / 2));
@@ -91,12 +92,21 @@ Tensor coded_product(TensorView<const Bf16, 2> x, const Quantizer& rule,
   const std::vector<std::int32_t> ends(offsets.begin(), offsets.end());
   const auto items = offsets.back();
   Tensor y = at::empty({items, w.out}, at::kFloat);
-  kernels::W4a4Args args = {.a = packed,
-                            .w = w,
-                            .offsets = {ends.data(), {std::ssize(ends)}, {1}},
-                            .out = {y.data_ptr<float>(), {items, w.out}, {w.out, 1}}};
-  if (!from.empty()) args.from = {from.data(), {items}, {1}};
-  kernels::w4a4(args);
+  const TensorView<const std::int32_t, 1> ranges = {ends.data(), {std::ssize(ends)}, {1}};
+  const TensorView<float, 2> out = {y.data_ptr<float>(), {items, w.out}, {w.out, 1}};
+  TensorView<const std::int32_t, 1> rows_of;
+  if (!from.empty()) rows_of = {from.data(), {items}, {1}};
+  if (rule.is_mx()) {
+    kernels::mx_product({.a = packed,
+                         .w = w.mxfp4,
+                         .experts = w.experts,
+                         .offsets = ranges,
+                         .from = rows_of,
+                         .out = out});
+  } else {
+    kernels::w4a4(
+        {.a = packed, .w = w.nvfp4, .offsets = ranges, .from = rows_of, .out = out, .rule = rule});
+  }
   return y;
 }
 

@@ -1,18 +1,18 @@
 #pragma once
 
-#include "kernels/exact/w4a4.h"
 #include "numerics/quantizer.h"
+#include "ops/code_matrix.h"
 #include "ops/guide.h"
 #include "ops/torch.h"
 
 namespace lockstep::ops {
 
-/// The rollout's own product in the forward (QaRL): codes times codes, exactly. The backward is that
-/// of the same operands' values.
+/// The rollout's own product in the forward (QaRL): codes times codes, exactly. The backward is
+/// that of the same operands' values.
 struct Coded {
-  const kernels::W4a4Weights* gate_up = nullptr;  // codes of w13; nullptr: no such product
-  const kernels::W4a4Weights* down = nullptr;     // codes of w2
-  Quantizer rule{};                               // of what the experts read
+  const CodeMatrix* gate_up = nullptr;  // codes of w13; nullptr: no such product
+  const CodeMatrix* down = nullptr;     // codes of w2
+  Quantizer rule{};                     // of what the experts read
   at::Tensor source{};  // [T, D] BF16 numbers, of which x has the values of the codes
 };
 

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "numerics/macro_block.h"
 
 namespace lockstep {
 namespace {
@@ -127,6 +128,17 @@ ArmSpec qarl() {
   return arm;
 }
 
+/// TransformerEngine's own rule, FP32 global scales and all, in its product on both sides; the
+/// cache stays BF16.
+ArmSpec te_qat() {
+  ArmSpec arm = naive();
+  arm.name = "te_qat";
+  arm.contract = "te";
+  arm.contract_kv = "false";
+  arm.qat = {.weights = true, .activations = true, .real_product = true};
+  return arm;
+}
+
 ArmSpec qurl() {
   ArmSpec arm = naive();
   arm.name = "qurl";
@@ -144,6 +156,32 @@ ArmSpec in_formats(ArmSpec arm, const char* name, const char* weights, const cha
   arm.contract_weights = weights;
   arm.contract_activations = activations;
   arm.contract_kv = kv;
+  return arm;
+}
+
+/// 2605.20402: MXFP4 weights and activations on both sides, under a BF16 cache; alone, with macro
+/// blocks, and these with noise on the experts as well.
+std::vector<ArmSpec> macro() {
+  ArmSpec plain = in_formats(naive(), "mxfp4_w4a4", "mxfp4", "mxfp4", "bf16");
+  plain.qat = {.weights = true, .activations = true};
+  ArmSpec mbs = plain;
+  mbs.name = "mbs";
+  mbs.macro_blocks = 3;
+  ArmSpec noisy = mbs;
+  noisy.name = "mbs_aqn";
+  noisy.sync.noise = {.on = sync::NoiseOn::kExperts, .start = 1e-2, .end = 1e-3, .stages = 0};
+  ArmSpec half = plain;
+  half.name = "mxfp4_of";
+  half.residual = rollout::Residual::kDense;
+  half.residual_sites = {Site::kW13In, Site::kW2In};
+  half.residual_alpha = 0.5f;
+  half.qat_residual = true;
+  return {plain, mbs, noisy, half};
+}
+
+/// QaRL's trainer of MXFP4 codes.
+ArmSpec qarl_mx() {
+  ArmSpec arm = in_formats(qarl(), "qarl_mx", "mxfp4", "mxfp4", "mxfp4");
   return arm;
 }
 
@@ -176,6 +214,8 @@ std::vector<ArmSpec> all_arms() {
       w4a4(),
       quads(),
       qarl(),
+      qarl_mx(),
+      te_qat(),
       qerl(),
       qurl(),
       trace(),
@@ -190,7 +230,7 @@ std::vector<ArmSpec> all_arms() {
       resq("resq_dense", rollout::Residual::kDense),
       of(),
   };
-  for (const std::vector<ArmSpec>& more : {mxfp4(), fp8()}) {
+  for (const std::vector<ArmSpec>& more : {mxfp4(), macro(), fp8()}) {
     arms.insert(arms.end(), more.begin(), more.end());
   }
   return arms;
@@ -235,14 +275,24 @@ void let_end_at_four(Quantizer& rule, FourOverSix metric, const char* what) {
   rule.denominator = 256;
 }
 
+/// A power of two for a scale leaves a bias that a mantissa takes away; no other format has it.
+void put_in_macro_blocks(Quantizer& rule, const char* what) {
+  if (rule.element != Element::kE2m1 || !rule.is_mx()) {
+    throw Error(cat({"contract.macro_blocks has ", what,
+                     ", which are not MXFP4, the one format that has them; leave ", what,
+                     " out, or set contract.", what, " = \"mxfp4\""}));
+  }
+  rule.macro_block = kMacroBlock;
+}
+
 Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
-  static constexpr std::string_view kRuns[] = {"bf16",    "lockstep", "mx-floor", "mx-even",
-                                               "mx-ceil", "mx-rceil", "mxfp8",    "fp8"};
+  static constexpr std::string_view kRuns[] = {
+      "bf16", "lockstep", "te", "mx-floor", "mx-even", "mx-ceil", "mx-rceil", "mxfp8", "fp8"};
   if (std::find(std::begin(kRuns), std::end(kRuns), spec.contract) == std::end(kRuns)) {
     throw Error(
         cat({"contract.preset is \"", spec.contract,
-             "\"; a rollout runs lockstep, mx-floor, mx-even, mx-ceil, mx-rceil, mxfp8, fp8 "
-             "or bf16 (other dialects are read, written and compared, not run)"}));
+             "\"; a rollout runs lockstep, te, mx-floor, mx-even, mx-ceil, mx-rceil, mxfp8, "
+             "fp8 or bf16 (other dialects are read, written and compared, not run)"}));
   }
   Contract contract = contracts::preset(spec.contract, model.num_layers);
   const auto override = [&](Quantizer& rule, const std::string& format, contracts::Tensor tensor) {
@@ -259,6 +309,8 @@ Contract contract_of(const ArmSpec& spec, const ModelConfig& model) {
   contract.layers = layer_set(spec.contract_layers, model.num_layers);
   let_end_at_four(contract.weight, spec.four_over_six, "weights");
   let_end_at_four(contract.activation, spec.four_over_six, "activations");
+  if ((spec.macro_blocks & 1) != 0) put_in_macro_blocks(contract.weight, "weights");
+  if ((spec.macro_blocks & 2) != 0) put_in_macro_blocks(contract.activation, "activations");
   if (spec.four_over_six_kv) {
     let_end_at_four(contract.k, spec.four_over_six, "K and V");
     let_end_at_four(contract.v, spec.four_over_six, "K and V");

@@ -47,6 +47,7 @@ struct ArmSpec {
   MxRule mx_rule = MxRule::kRceil;                // of the formats mxfp4 and mxfp8
   FourOverSix four_over_six = FourOverSix::kOff;  // of weights and activations
   bool four_over_six_kv = false;                  // and of K and V
+  std::uint8_t macro_blocks = 0;                  // of MXFP4: bit 0 weights, bit 1 activations
   std::vector<std::int8_t> kv_exponents{};        // [L, 2]; empty: calibrated when the run begins
   train::Qat qat{};
   Guidance mode = Guidance::kOwnScale;

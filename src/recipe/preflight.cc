@@ -13,7 +13,7 @@ namespace {
 /// Bytes of a row of `width` elements under a rule.
 std::int64_t row_bytes(const Quantizer& rule, std::int64_t width) {
   if (!rule.quantizes()) return 2 * width;
-  return rule.code_bytes(width) + rule.scale_cols(width) / rule.block_rows;
+  return rule.code_bytes(width) + rule.scale_cols(width) / rule.block_rows + rule.macro_cols(width);
 }
 
 void check_block(const Quantizer& rule, std::int32_t size, const char* tensor, const char* key) {
@@ -79,10 +79,12 @@ void check_sites(const Arm& arm) {
                        "qat.",
                        row.key, " = true, or leave it out"}));
     }
-    if (arm.guide.mode == Guidance::kLsbScaleMod4 && !row.rule.is_mx() &&
-        !row.rule.global_is_power_of_two) {
-      throw Error(cat({"guide.mode is lsb_scale_mod4, which needs power-of-two global scales at ",
-                       row.name, "; use lsb, or contract.preset = \"lockstep\""}));
+    if (!row.rule.is_guidable()) {
+      throw Error(cat({"guide.sites has ", row.name, ", whose ",
+                       row.rule.macro_block > 0 ? "macro blocks" : "FP32 global scale",
+                       " no record holds; leave it out, or set ",
+                       row.rule.macro_block > 0 ? "contract.macro_blocks = []"
+                                                : "contract.preset = \"lockstep\""}));
     }
   }
   if (arm.guide.mode == Guidance::kRolloutScale &&
@@ -149,13 +151,19 @@ void check_residual(const ArmSpec& spec, const Arm& arm, const ModelConfig& mode
         "second pass; guide only k and v, or set qat.residual = false");
   }
   if (o.residual == rollout::Residual::kNone) return;
-  const auto nvfp4 = [](const Quantizer& rule) {
-    return rule.element == Element::kE2m1 && !rule.is_mx();
+  const auto both = [&](const auto& is) {
+    return is(arm.contract.weight) && is(arm.contract.activation);
   };
-  if (!nvfp4(arm.contract.weight) || !nvfp4(arm.contract.activation)) {
+  const bool nvfp4 = both([](const Quantizer& rule) {
+    return rule.element == Element::kE2m1 && !rule.is_mx() && rule.global_is_power_of_two;
+  });
+  const bool mxfp4 =
+      both([](const Quantizer& rule) { return rule.element == Element::kE2m1 && rule.is_mx(); });
+  if (!nvfp4 && !(mxfp4 && o.residual == rollout::Residual::kDense)) {
     throw Error(
         "residual.kind is not none, and the contract's weights and activations are not both "
-        "NVFP4, whose product alone has a second pass; set residual.kind = \"none\"");
+        "NVFP4 under powers of two, whose product has a second pass, nor both MXFP4, which has a "
+        "dense one; set residual.kind = \"none\"");
   }
   if (o.residual_alpha != 1.0f && o.residual_alpha != 0.5f && o.residual_alpha != 0.25f) {
     throw Error(cat(
@@ -171,6 +179,30 @@ void check_residual(const ArmSpec& spec, const Arm& arm, const ModelConfig& mode
   if (given != 0 && given != expected) {
     throw Error(cat({"residual.groups has ", given, " flags; the model takes ", expected,
                      ", or none: calibrated at the start"}));
+  }
+}
+
+/// The trainer's exact product takes codes that it made itself, of the formats that have one.
+void check_product(const Recipe& r, const Arm& arm) {
+  if (!arm.qat.real_product) return;
+  const auto refuse = [](const char* what) {
+    throw Error(
+        cat({"qat.real_product is true, which multiplies the trainer's own codes: ", what}));
+  };
+  if (!arm.qat.weights || !arm.qat.activations) {
+    refuse("set qat.weights = true and qat.activations = true, or qat.real_product = false");
+  }
+  if (!r.trainer.bf16) refuse("set trainer.bf16 = true, or qat.real_product = false");
+  if (expert_product(arm.contract) == ExpertProduct::kBf16) {
+    refuse(
+        "the contract's weights and activations must be both NVFP4 or both MXFP4, without macro "
+        "blocks; change them, or set qat.real_product = false");
+  }
+  if (arm.guide.sites.has(Site::kW13In) || arm.guide.sites.has(Site::kW2In)) {
+    refuse("take w13_in and w2_in out of guide.sites, or set qat.real_product = false");
+  }
+  if (arm.qat.residual_alpha != 0.0f) {
+    refuse("set qat.residual = false, or qat.real_product = false");
   }
 }
 
@@ -270,6 +302,7 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
   check_sites(arm);
   check_guide(arm);
   check_residual(recipe.arm, arm, model);
+  check_product(recipe, arm);
   check_rl(recipe, arm);
   check_sync(arm.sync);
   check_rollout(recipe, arm, model, prompt_tokens);

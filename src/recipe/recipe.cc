@@ -59,9 +59,8 @@ std::vector<Key> trainer_keys(train::Options& o) {
 std::vector<Key> arm_keys(ArmSpec& a) {
   return {
       {"contract.preset", &a.contract,
-       "the rollout's numbers: lockstep (NVFP4), mx-floor, mx-even, mx-ceil, mx-rceil (MXFP4), "
-       "mxfp8, "
-       "fp8, or bf16"},
+       "the rollout's numbers: lockstep (NVFP4), te (NVFP4 under FP32 global scales), mx-floor, "
+       "mx-even, mx-ceil, mx-rceil (MXFP4), mxfp8, fp8, or bf16"},
       {"contract.layers", &a.contract_layers, "layers that are quantized; the others stay BF16"},
       {"contract.weights", Format{&a.contract_weights, contracts::formats()},
        "the routed experts': true for the preset's format, false for bf16, or nvfp4, mxfp4, mxfp8 "
@@ -75,6 +74,8 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"contract.four_over_six", choice(a.four_over_six, {"off", "mae", "mse"}),
        "may a block of weights or activations end at 4 where that loses less, by which measure?"},
       {"contract.four_over_six_kv", &a.four_over_six_kv, "... and a block of K or V?"},
+      {"contract.macro_blocks", Flags{&a.macro_blocks, {"weights", "activations"}},
+       "which MXFP4 tensors have a mantissa for every 128 elements (MBS): weights, activations"},
       {"contract.kv_exponents", &a.kv_exponents,
        "K before V, layer by layer, of the cache's global scales 2^n; empty: calibrated at the "
        "start",
@@ -85,7 +86,7 @@ std::vector<Key> arm_keys(ArmSpec& a) {
       {"qat.k", &a.qat.k, "... its K?"},
       {"qat.v", &a.qat.v, "... its V?"},
       {"qat.real_product", &a.qat.real_product,
-       "the trainer's experts multiply NVFP4 codes exactly, as the rollout's do (QaRL)"},
+       "the trainer's experts multiply NVFP4 or MXFP4 codes exactly, as the rollout's do (QaRL)"},
       {"guide.mode",
        choice(a.mode, {"own_scale", "rollout_scale", "lsb_scale_mod4", "lsb", "full_guided",
                        "full_forced"}),

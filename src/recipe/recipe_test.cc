@@ -344,6 +344,82 @@ TEST(Arm, GroupsAreTheContractsOnlyWhereAPassTakesThem) {
   EXPECT_EQ(bind(spec, kModel).contract.residual_groups, (std::vector<std::uint8_t>{0, 1}));
 }
 
+TEST(Arm, MacroBlocksAreKeysAndPartOfTheContractsId) {
+  const auto contract = [](const std::string& keys) {
+    return bind(parse_recipe(keys, "r").arm, kModel).contract;
+  };
+  const Contract plain = contract("arm = \"mxfp4_w4a4\"");
+  const Contract mbs = contract("arm = \"mbs\"");
+  EXPECT_EQ(mbs.weight.macro_block, 128);
+  EXPECT_EQ(mbs.activation.macro_block, 128);
+  EXPECT_FALSE(mbs.k.quantizes());
+  EXPECT_NE(mbs.id(), plain.id());
+  EXPECT_EQ(lockstep::diff(plain, mbs),
+            "activation.macro_block: 0 / 128\nweight.macro_block: 0 / 128\n");
+  EXPECT_EQ(contract("arm = \"mbs\"\n[contract]\nmacro_blocks = []").id(), plain.id());
+  const Contract weights = contract("arm = \"mbs\"\n[contract]\nmacro_blocks = [\"weights\"]");
+  EXPECT_EQ(weights.weight.macro_block, 128);
+  EXPECT_EQ(weights.activation.macro_block, 0);
+  EXPECT_EQ(expert_product(weights), ExpertProduct::kBf16);
+}
+
+TEST(Preflight, MacroBlocksWhereThereAreNoneOrNothingFollowsThem) {
+  const auto refused = [](const std::string& text, const char* why) {
+    std::string said;
+    try {
+      said = contradiction(text);
+    } catch (const Error& error) {
+      said = error.what();  // the contract itself cannot be
+    }
+    EXPECT_NE(said.find(why), std::string::npos) << text << ": " << said;
+  };
+  refused("[contract]\nmacro_blocks = [\"weights\"]", "contract.macro_blocks has weights");
+  refused("arm = \"mxfp4_w4a8_qat\"\n[contract]\nmacro_blocks = [\"activations\"]",
+          "contract.macro_blocks has activations");
+  refused("arm = \"mxfp4_trace\"\n[contract]\nmacro_blocks = [\"activations\"]",
+          "macro blocks no record holds");
+  EXPECT_EQ(contradiction("arm = \"mxfp4_trace\"\n[contract]\nmacro_blocks = [\"weights\"]"), "");
+  EXPECT_EQ(contradiction("arm = \"mbs\"\n[contract]\nkv = \"mxfp4\"\n[qat]\nk = true\nv = true\n"
+                          "[guide]\nmode = \"lsb\"\nsites = [\"k\", \"v\"]"),
+            "");
+  refused("arm = \"mbs\"\n[residual]\nkind = \"channels\"", "residual.kind is not none");
+  EXPECT_EQ(contradiction("arm = \"mbs\"\n[residual]\nkind = \"dense\"\nalpha = 0.5\n"
+                          "[qat]\nresidual = true"),
+            "");
+  EXPECT_NE(complaint("[contract]\nmacro_blocks = [\"kv\"]").find("weights, activations"),
+            std::string::npos);
+}
+
+TEST(Preflight, TesFp32ScalesAreInNoRecordAndHaveNoSecondPass) {
+  EXPECT_NE(contradiction("arm = \"trace\"\n[contract]\npreset = \"te\"")
+                .find("FP32 global scale no record holds"),
+            std::string::npos);
+  EXPECT_NE(contradiction("arm = \"quads\"\n[contract]\npreset = \"te\""), "");
+  EXPECT_EQ(contradiction("arm = \"w4a4\"\n[contract]\npreset = \"te\""), "");
+  EXPECT_EQ(contradiction("arm = \"w4a16\"\n[contract]\npreset = \"te\"\nkv = false"), "");
+}
+
+TEST(Preflight, TheTrainersOwnProductNeedsItsOwnCodes) {
+  const auto refused = [](const std::string& keys, const char* remedy) {
+    const std::string said = contradiction("arm = \"qarl\"\n" + keys);
+    EXPECT_NE(said.find("qat.real_product is true"), std::string::npos) << keys << ": " << said;
+    EXPECT_NE(said.find(remedy), std::string::npos) << said;
+  };
+  refused("[qat]\nactivations = false", "qat.activations = true");
+  refused("[trainer]\nbf16 = false", "trainer.bf16 = true");
+  refused("[contract]\nactivations = \"mxfp8\"", "both NVFP4 or both MXFP4");
+  refused(
+      "[contract]\nweights = \"mxfp4\"\nactivations = \"mxfp4\"\n"
+      "macro_blocks = [\"weights\"]",
+      "without macro blocks");
+  refused("[guide]\nmode = \"lsb\"\nsites = [\"w13_in\"]", "out of guide.sites");
+  refused("[residual]\nkind = \"dense\"\n[qat]\nresidual = true", "qat.residual = false");
+  EXPECT_EQ(contradiction("arm = \"qarl\"\n[guide]\nmode = \"lsb\"\nsites = [\"k\", \"v\"]"), "");
+  EXPECT_EQ(contradiction("arm = \"qarl\"\n[contract]\nweights = \"mxfp4\"\n"
+                          "activations = \"mxfp4\"\nmx_rule = \"even\""),
+            "");
+}
+
 TEST(Preflight, BytesOfFormats) {
   const auto record = [](const char* arm) {
     const Recipe r = parse_recipe(std::string("arm = \"") + arm + "\"", "r");
@@ -358,7 +434,7 @@ TEST(Preflight, BytesOfFormats) {
 }
 
 TEST(Arm, APresetThatNoRolloutRunsIsNamed) {
-  for (const char* preset : {"te", "lokstep", ""}) {
+  for (const char* preset : {"modelopt", "lokstep", ""}) {
     ArmSpec spec = arm_spec("naive");
     spec.contract = preset;
     EXPECT_THROW(bind(spec, ModelConfig{.num_layers = 2}), Error) << preset;

@@ -61,7 +61,7 @@ struct Capture::Impl {
 
   /// Does an audit token keep full codes there? Not beside a record that is full anyway.
   bool audits(Place place) const {
-    if (!agreement.rule(place.site).quantizes()) return false;
+    if (!agreement.rule(place.site).is_guidable()) return false;
     if (!agreement.contract.layers.has(place.layer)) return false;
     if (place.site == Site::kW2In && !agreement.guide.follows(place)) return false;
     const Encoding kept = agreement.encoding(place);

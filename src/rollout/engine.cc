@@ -74,6 +74,7 @@ struct Engine::Impl {
     void begin(WeightVersion version, ContractId contract) override;
     void put(const Weight& weight) override { engine_.forward.weights().put(weight); }
     std::vector<std::uint32_t> commit() override;
+    Metrics metrics() const override { return engine_.forward.weights().metrics(); }
 
    private:
     Impl& engine_;

@@ -276,6 +276,20 @@ TEST(Engine, SaysInOneLineWhatIsWrong) {
                   "contract"));
 }
 
+/// The one static scale that an engine reads beside codes: the cache's.
+TEST(Engine, R29_AStaticScaleThatIsMissingIsRefusedWhereItIsReadAndIgnoredWhereNot) {
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const auto made = [&](const Agreement& a) {
+    return refusal([&] { Engine(a, {}, Device{}, nullptr, *comm); });
+  };
+  Agreement a = small_agreement();
+  a.contract.kv_exponents.clear();
+  EXPECT_TRUE(has(made(a), "0 kv_exponents"));
+  a.contract.k =
+      a.contract.v = {};  // a BF16 cache: nothing is read, and activations bring their own
+  EXPECT_EQ(made(a), "");
+}
+
 TEST(Engine, NonFiniteNumbersStopItBeforeItSamples) {
   Rig rig(small_agreement());
   rig.engine.submit(request(4, 10, 2));

@@ -248,6 +248,10 @@ Metrics Forward::metrics() {
   if (const double error = impl_->experts.top_error().take(); error >= 0) {
     metrics["fp4/scale/top_err"] = error;
   }
+  if (kernels::MxError& lost = impl_->experts.mx_error(); lost.elements > 0) {
+    metrics.merge(kernels::metrics(lost, "fp4/mx/act"));
+    lost = {};
+  }
   std::fill(impl_->kv_counts.begin(), impl_->kv_counts.end(), 0);
   std::fill(impl_->experts.counts().begin(), impl_->experts.counts().end(), 0);
   return metrics;

@@ -44,7 +44,8 @@ class Forward {
 
   /// What quantization met since the last call: fp4/scale/{zero,underflow}_frac of all blocks of
   /// activations, K and V; fp4/scale/sat_frac of those of K and V; fp4/scale/top_err
-  /// (TopError) of activations. Empty where none were quantized.
+  /// (TopError) of activations; fp4/mx/act/* (kernels::MxError) of a sample of them under
+  /// MXFP4. Empty where none were quantized.
   Metrics metrics();
 
  private:

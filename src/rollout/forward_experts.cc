@@ -8,13 +8,14 @@
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/dequantize.h"
-#include "kernels/exact/mx_product.h"
 #include "kernels/exact/residual.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
 
 namespace lockstep::rollout {
 namespace {
+
+constexpr std::int64_t kMxErrorRows = 32;
 
 /// A copy of rows of codes with one half of the columns zero: the product of that is a half sum.
 void half_of(const PackedView<const std::uint8_t>& from, bool second,
@@ -90,7 +91,8 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
 
   SiteInput site{.x = x, .rule = agreement_.rule(Site::kW13In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
-  if (compensates(weights, Site::kW13In)) site.residual = residual(layer, Site::kW13In, site);
+  if (compensates(layer, weights, Site::kW13In))
+    site.residual = residual(layer, Site::kW13In, site);
   if (observer_) observer_({layer, Site::kW13In, x, row_of_, offsets_});
   const auto up = up_.view(items, 2 * f_);
   product(site, weights, false, row_of_, up);
@@ -104,7 +106,7 @@ Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights&
   }
   site = {.x = w2_in, .rule = agreement_.rule(Site::kW2In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
-  if (compensates(weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
+  if (compensates(layer, weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
   if (observer_) observer_({layer, Site::kW2In, w2_in, slot_of_, offsets_});
   const auto down = down_.view(items, d_);
   product(site, weights, true, slot_of_, down);
@@ -161,19 +163,33 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
                      .records = records,
                      .counts = {counts_.data(), {kernels::kNumQuantizeCounts}, {1}}});
   top_error_.add(x, rule, codes);
+  if (rule.is_mx() && !rule.is_wide()) {
+    // One row in so many: the decomposition is dearer than quantizing.
+    mx_error_.add(kernels::mx_error({x.data,
+                                     {(x.shape[0] + kMxErrorRows - 1) / kMxErrorRows, x.shape[1]},
+                                     {x.stride[0] * kMxErrorRows, 1}},
+                                    rule));
+  }
   capture.activations(pass, layer, site, records, codes);
   return codes;
 }
 
-bool ForwardExperts::compensates(const LayerWeights& weights, Site site) const {
-  return weights.format == ExpertFormat::kW4a4 && options_.residual != Residual::kNone &&
-         options_.residual_sites.has(site);
+bool ForwardExperts::compensates(Layer layer, const LayerWeights& weights, Site site) const {
+  if (options_.residual == Residual::kNone || !options_.residual_sites.has(site)) return false;
+  if (weights.format == ExpertFormat::kW4a4) return true;
+  const Quantizer& rule = agreement_.contract.activation;
+  return quantizes(layer) && rule.is_mx() && !rule.is_wide() &&
+         options_.residual == Residual::kDense;
 }
 
 /// What the codes lost where they lost most, for the second pass.
 PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
                                                         const SiteInput& input) {
   const auto out = residual_.view(input.x.shape[0], input.x.shape[1], input.rule);
+  if (input.rule.is_mx()) {
+    kernels::residual_of(input.x, input.rule, input.codes, out);
+    return out;
+  }
   kernels::ResidualArgs args = {.x = input.x, .q = input.codes, .out = out};
   args.per_mille = options_.residual == Residual::kDense ? 1000 : options_.residual_permille;
   if (options_.residual == Residual::kBlocks) args.pattern = kernels::ResidualPattern::kBlocks;
@@ -218,7 +234,8 @@ void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Wei
                          .out = y,
                          .residual_halvings = options_.residual_alpha == 1.0f   ? 0
                                               : options_.residual_alpha == 0.5f ? 1
-                                                                                : 2};
+                                                                                : 2,
+                         .rule = site.rule};
   if (!options_.drift.split_k) return kernels::w4a4(args);
   in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
@@ -238,12 +255,26 @@ void ForwardExperts::mx_product(const SiteInput& site,
                               .from = as_view(from),
                               .to = as_view(slot_of_),
                               .out = y};
-  if (!options_.drift.split_k) return kernels::mx_product(args);
+  if (!options_.drift.split_k) return mx_sum(site, args);
   in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
     args.out = out;
-    kernels::mx_product(args);
+    mx_sum(half, args);
   });
+}
+
+/// The product, and alpha times the residual's where there is one: each exact, and their sum
+/// rounded once more.
+void ForwardExperts::mx_sum(const SiteInput& site, kernels::MxProductArgs args) {
+  kernels::mx_product(args);
+  if (site.residual.codes.empty()) return;
+  const TensorView<float, 2> y = args.out;
+  args.a = site.residual;
+  args.out = rest_.view(y.shape[0], y.shape[1]);
+  kernels::mx_product(args);
+  for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
+    y.data[i] += options_.residual_alpha * args.out.data[i];
+  }
 }
 
 /// The declared drift of an exact product: two sums, each rounded to BF16.
@@ -275,7 +306,11 @@ void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMa
   TensorView<const Bf16, 2> x = site.x;
   if (!site.codes.codes.empty()) {
     const auto plain = dequantized_.view(x.shape[0], x.shape[1]);
-    kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain});
+    if (site.residual.codes.empty()) {
+      kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain});
+    } else {
+      kernels::add_residual(site.codes, site.residual, site.rule, options_.residual_alpha, plain);
+    }
     x = plain;
   }
   const auto items = static_cast<std::int64_t>(from.size());

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/exact/mx_error.h"
+#include "kernels/exact/mx_product.h"
 #include "kernels/exact/quantize.h"
 #include "rollout/capture.h"
 #include "rollout/engine.h"
@@ -34,13 +36,15 @@ class CodeRows {
  public:
   PackedView<std::uint8_t> view(std::int64_t rows, std::int64_t cols, const Quantizer& rule) {
     const auto global = global_.view(rows, 1);
+    const std::int64_t macros = rule.macro_cols(cols);
     return {codes_.view(rows, rule.code_bytes(cols)),
             scales_.view(rows, rule.scale_cols(cols)),
-            {global.data, {rows}, {1}}};
+            {global.data, {rows}, {1}},
+            macros > 0 ? mantissas_.view(rows, macros) : TensorView<std::uint8_t, 2>{}};
   }
 
  private:
-  Rows2d<std::uint8_t> codes_, scales_;
+  Rows2d<std::uint8_t> codes_, scales_, mantissas_;
   Rows2d<float> global_;
 };
 
@@ -75,6 +79,8 @@ class ForwardExperts {
   /// QuantizeCount of all activations so far.
   std::vector<std::int64_t>& counts() { return counts_; }
   TopError& top_error() { return top_error_; }
+  /// Of a sample of the activations, where they are MXFP4.
+  kernels::MxError& mx_error() { return mx_error_; }
 
  private:
   struct SiteInput {
@@ -90,12 +96,13 @@ class ForwardExperts {
   bool quantizes(Layer layer) const;
   PackedView<const std::uint8_t> quantize(const Pass& pass, Layer layer, Site site,
                                           TensorView<const Bf16, 2> x, Capture& capture);
-  bool compensates(const LayerWeights& weights, Site site) const;
+  bool compensates(Layer layer, const LayerWeights& weights, Site site) const;
   PackedView<const std::uint8_t> residual(Layer layer, Site site, const SiteInput& input);
   void coded_product(const SiteInput& site, const kernels::W4a4Weights& weights,
                      std::span<const std::int32_t> from, TensorView<float, 2> y);
   void mx_product(const SiteInput& site, const PackedView<const std::uint8_t>& weights,
                   std::span<const std::int32_t> from, TensorView<float, 2> y);
+  void mx_sum(const SiteInput& site, kernels::MxProductArgs args);
   void in_halves(
       const SiteInput& site, TensorView<float, 2> y,
       const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply);
@@ -110,9 +117,10 @@ class ForwardExperts {
   std::int64_t d_, f_, experts_, slots_;
   std::vector<std::int64_t> counts_;
   TopError top_error_;
+  kernels::MxError mx_error_;
 
   // Of the pass that runs. Items are (row, slot) pairs in the order of their experts.
-  Rows2d<float> logits_, gates_, up_, down_, half_;
+  Rows2d<float> logits_, gates_, up_, down_, half_, rest_;
   Rows2d<std::int32_t> chosen_;
   std::vector<std::int32_t> offsets_;  // [E + 1]
   std::vector<std::int32_t> row_of_;   // [items]

@@ -13,8 +13,7 @@ namespace lockstep::rollout {
 
 void TopError::add(TensorView<const Bf16, 2> x, const Quantizer& rule,
                    const PackedView<const std::uint8_t>& codes) {
-  const bool nv = rule.scale == ScaleFormat::kE4m3 && rule.global_is_power_of_two;
-  if (rule.element != Element::kE2m1 || !(nv || rule.is_mx())) return;
+  if (rule.element != Element::kE2m1 || !rule.is_guidable()) return;
   const std::int64_t blocks = codes.scales.shape[1];
   for (std::int64_t row = 0; row < x.shape[0]; ++row) {
     const std::uint8_t* scales = codes.scales.data + row * codes.scales.stride[0];

@@ -1,16 +1,20 @@
 #include "rollout/weights.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/mx_product.h"
+#include "kernels/exact/quantize.h"
 #include "model/checksum.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
 #include "numerics/scale.h"
+#include "rollout/probe.h"
 
 namespace lockstep::rollout {
 namespace {
@@ -54,6 +58,9 @@ void copy_rows(const TensorView<const std::uint8_t, 2>& from, std::int64_t first
 std::uint32_t crc_of_header(const kernels::W4a4Weights& weights, std::int32_t expert) {
   return crc32c({weights.expert(expert), kernels::W4a4Weights::kHeaderBytes});
 }
+
+constexpr std::int32_t kProbeExperts = 16;
+constexpr double kProbeTolerance = 0.01;  // exact sums, or FP32 ones of BF16 operands
 
 void require_width(const char* name, std::int32_t width, std::int32_t unit, const char* why) {
   if (width > 0 && width % unit == 0) return;
@@ -145,18 +152,12 @@ bool Weights::arrives_as_codes(const WeightId& id) const {
 
 ExpertFormat Weights::format(Layer layer) const {
   if (!arrives_as_codes({Role::kGateUp, layer, {}})) return ExpertFormat::kBf16;
-  const auto both = [&](const auto& is) {
-    return is(contract_.weight) && is(contract_.activation);
-  };
-  const bool nvfp4 = both([](const Quantizer& rule) {
-    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE4m3 && rule.block == 16 &&
-           rule.global != GlobalScale::kNone && rule.global_is_power_of_two;
-  });
-  if (nvfp4) return ExpertFormat::kW4a4;
-  const bool mxfp4 = both([](const Quantizer& rule) {
-    return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE8m0 && rule.block == 32;
-  });
-  return mxfp4 ? ExpertFormat::kMx : ExpertFormat::kCodeBf16;
+  switch (expert_product(contract_)) {
+    case ExpertProduct::kNvfp4: return ExpertFormat::kW4a4;
+    case ExpertProduct::kMxfp4: return ExpertFormat::kMx;
+    case ExpertProduct::kBf16: break;
+  }
+  return ExpertFormat::kCodeBf16;
 }
 
 void Weights::begin(WeightVersion version, ContractId contract) {
@@ -169,6 +170,9 @@ void Weights::begin(WeightVersion version, ContractId contract) {
         cat({"weights: they come under contract ", contract.value, ", the engine was built for ",
              contract_.id().value, "; give both the same one"}));
   }
+  // A set that was never committed is a mixture, and nothing to be held against.
+  probe_error_ = -1;
+  flips_.assign(state_ == State::kReady ? layers_.size() : 0, {});
   state_ = State::kOpen;
   version_ = version;
   std::fill(seen_.begin(), seen_.end(), std::uint8_t{0});
@@ -238,7 +242,9 @@ void Weights::require_kind(const Weight& weight) const {
     const auto* value = std::get_if<PackedView<const std::uint8_t>>(&weight.value);
     if (value == nullptr) {
       throw Error(cat({"weight ", to_string(weight.id),
-                       " arrives in plain numbers; under this contract it must be codes"}));
+                       " arrives in plain numbers; under this contract it must be codes: "
+                       "quantize it, or leave layer ",
+                       weight.id.layer.value, " out of contract.layers"}));
     }
     const Quantizer& rule = contract_.weight;
     shape = {value->codes.shape[0], rule.columns(value->codes.shape[1])};
@@ -248,6 +254,10 @@ void Weights::require_kind(const Weight& weight) const {
     if (scales != wanted) {
       throw Error(cat({"weight ", to_string(weight.id), " has scales [", scales[0], ", ", scales[1],
                        "]; expected [", wanted[0], ", ", wanted[1], "]"}));
+    }
+    if (value->mantissas.shape[1] != rule.macro_cols(expected[1])) {
+      throw Error(cat({"weight ", to_string(weight.id), " has ", value->mantissas.shape[1],
+                       " mantissas a row; expected ", rule.macro_cols(expected[1])}));
     }
   } else {
     const auto* value = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
@@ -263,27 +273,138 @@ void Weights::require_kind(const Weight& weight) const {
                    "]; expected [", expected[0], ", ", expected[1], "]"}));
 }
 
+/// Where flips of the layer are counted; nullptr: there was nothing to be held against.
+WeightFlips* Weights::flips(Layer layer) {
+  return flips_.empty() ? nullptr : &flips_[static_cast<std::size_t>(layer.value)];
+}
+
+/// What lies there, about to be overwritten.
+void Weights::remember(const void* data, std::int64_t bytes) {
+  const auto* first = static_cast<const std::uint8_t*>(data);
+  before_.assign(first, first + bytes);
+}
+
+Metrics Weights::metrics() const {
+  Metrics metrics = rollout::metrics(flips_);
+  if (probe_error_ >= 0) metrics["fp4/refit/probe_err"] = probe_error_;
+  return metrics;
+}
+
 void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  switch (layers_[static_cast<std::size_t>(id.layer.value)].format) {
+    case ExpertFormat::kW4a4: put_coded(id, value); break;
+    case ExpertFormat::kMx: put_mx(id, value); break;
+    default: put_values(id, value);
+  }
+  const std::int64_t every = std::min(kProbeExperts, model_.num_experts);
+  if (id.expert.value % every == version_.value % every) probe(id, value);
+}
+
+/// A product with the weight where the kernels will read it.
+void Weights::probe(const WeightId& id, const PackedView<const std::uint8_t>& value) {
   const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
   const bool up = id.role == Role::kGateUp;
-  if (layer.format == ExpertFormat::kW4a4) {
-    const kernels::W4a4Weights& to = up ? layer.gate_up_codes : layer.down_codes;
-    kernels::w4a4_fill(to, id.expert.value, 0, value);
-    placed_[index_.at(id)] = crc_of_header(to, id.expert.value);
-    globals_[index_.at(id)] = value.global.data[0];
-    return;
+  const auto [out, in] = weight_shape(model_, id.role);
+  const Quantizer& rule = contract_.activation;
+  const auto coded = [&](TensorView<const Bf16, 2> x, auto&& multiply) {
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(rule.code_bytes(in)));
+    std::vector<std::uint8_t> scales(static_cast<std::size_t>(rule.scale_cols(in)));
+    float global = 1.0f;
+    const PackedView<std::uint8_t> a = {{codes.data(), {1, std::ssize(codes)}, {0, 1}},
+                                        {scales.data(), {1, std::ssize(scales)}, {0, 1}},
+                                        {&global, {1}, {1}}};
+    kernels::quantize({.x = x, .rule = rule, .out = a});
+    multiply(a);
+  };
+  const double error = probe_error(
+      value, contract_.weight, [&](TensorView<const Bf16, 2> x, TensorView<float, 2> y) {
+        if (layer.format == ExpertFormat::kW4a4) {
+          kernels::W4a4Weights w = up ? layer.gate_up_codes : layer.down_codes;
+          w.data = w.expert(id.expert.value);
+          w.experts = 1;
+          coded(x, [&](const auto& a) { kernels::w4a4({.a = a, .w = w, .out = y, .rule = rule}); });
+        } else if (layer.format == ExpertFormat::kMx) {
+          PackedView<std::uint8_t> w = up ? layer.gate_up_mx : layer.down_mx;
+          for (auto* part : {&w.codes, &w.scales}) {
+            part->data += id.expert.value * out * part->stride[0];
+            part->shape[0] = out;
+          }
+          coded(x, [&](const auto& a) { kernels::mx_product({.a = a, .w = w, .out = y}); });
+        } else {
+          PackedMatrix w = up ? layer.gate_up : layer.down;
+          w.data += id.expert.value * kernels::packed_elements(w.out, w.in);
+          kernels::linear_bf16({.x = x, .weight = w, .y = y}, {});
+        }
+      });
+  probe_error_ = std::max(probe_error_, error);
+  if (error <= kProbeTolerance) return;
+  throw Error(cat({"weight ", to_string(id), ": a product with it is off by ", error,
+                   " of itself: it does not lie as the kernel reads it"}));
+}
+
+void Weights::put_coded(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const kernels::W4a4Weights& to =
+      id.role == Role::kGateUp ? layer.gate_up_codes : layer.down_codes;
+  const auto* memory = reinterpret_cast<const std::uint8_t*>(to.expert(id.expert.value));
+  const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(to.out, to.cols);
+  WeightFlips* const flips = this->flips(id.layer);
+  if (flips != nullptr) remember(memory, bytes);
+  try {
+    kernels::w4a4_fill(to, id.expert.value, 0, value, {}, contract_.weight);
+  } catch (const Error& error) {
+    throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
   }
-  if (layer.format == ExpertFormat::kMx) {
-    const PackedView<std::uint8_t>& to = up ? layer.gate_up_mx : layer.down_mx;
-    require_scales(id, value.scales, most_scale_byte(contract_.weight));
-    copy_rows(value.codes, id.expert.value * value.codes.shape[0], to.codes);
-    return copy_rows(value.scales, id.expert.value * value.scales.shape[0], to.scales);
+  placed_[index_.at(id)] = crc_of_header(to, id.expert.value);
+  globals_[index_.at(id)] = value.global.data[0];
+  if (flips == nullptr) return;
+  const std::int64_t tile = kernels::W4a4Weights::tile_bytes(to.cols);
+  const auto codes = static_cast<std::size_t>(to.cols / 16 * 128);
+  for (std::int64_t at = kernels::W4a4Weights::kHeaderBytes; at < bytes; at += tile) {
+    const std::uint8_t *then = before_.data() + at, *now = memory + at;
+    flips->add_codes({then, codes}, {now, codes});
+    flips->add_scales({then + codes, codes / 8}, {now + codes, codes / 8});
   }
+}
+
+void Weights::put_mx(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const PackedView<std::uint8_t>& to = id.role == Role::kGateUp ? layer.gate_up_mx : layer.down_mx;
+  const auto copy = [&](const auto& from, const auto& into, const auto& count) {
+    const std::int64_t first = id.expert.value * from.shape[0];
+    const std::uint8_t* now = into.data + first * into.stride[0];
+    const auto bytes = static_cast<std::size_t>(from.shape[0] * into.stride[0]);
+    WeightFlips* const flips = this->flips(id.layer);
+    if (flips != nullptr) remember(now, static_cast<std::int64_t>(bytes));
+    copy_rows(from, first, into);
+    if (flips != nullptr) count(*flips, std::span(now, bytes));
+  };
+  require_scales(id, value.scales, most_scale_byte(contract_.weight));
+  copy(value.codes, to.codes, [&](WeightFlips& flips, std::span<const std::uint8_t> now) {
+    flips.add_codes(before_, now);
+  });
+  copy(value.scales, to.scales, [&](WeightFlips& flips, std::span<const std::uint8_t> now) {
+    flips.add_scales(before_, now);
+  });
+}
+
+void Weights::put_values(const WeightId& id, const PackedView<const std::uint8_t>& value) {
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const PackedMatrix& to = id.role == Role::kGateUp ? layer.gate_up : layer.down;
+  const std::int64_t size = kernels::packed_elements(to.out, to.in);
+  const Bf16* memory = to.data + id.expert.value * size;
+  WeightFlips* const flips = this->flips(id.layer);
+  if (flips != nullptr) remember(memory, 2 * size);
   const auto shape = weight_shape(model_, id.role);
   dequantized_.resize(static_cast<std::size_t>(shape[0] * shape[1]));
   const TensorView<Bf16, 2> plain = {dequantized_.data(), shape, {shape[1], 1}};
   kernels::dequantize({.codes = value, .rule = contract_.weight, .bf16 = plain});
   place(id, plain);
+  if (flips == nullptr) return;
+  std::vector<std::uint16_t> now(static_cast<std::size_t>(size)), then(now.size());
+  std::memcpy(now.data(), memory, before_.size());
+  std::memcpy(then.data(), before_.data(), before_.size());
+  flips->add_values(then, now);
 }
 
 Weights::Home Weights::home(const WeightId& id) {

@@ -10,13 +10,14 @@
 #include "kernels/exact/w4a4.h"
 #include "model/weights.h"
 #include "record/agreement.h"
+#include "rollout/weight_flips.h"
 
 namespace lockstep::rollout {
 
 /// How the experts of a layer are kept.
 enum class ExpertFormat : std::uint8_t {
   kBf16,      // arrive in BF16
-  kCodeBf16,  // arrive as codes, read as BF16, which holds them exactly
+  kCodeBf16,  // arrive as codes, read as BF16, which holds them exactly (macro blocks: rounded)
   kW4a4,      // NVFP4 codes, for the exact product with codes of activations
   kMx,        // the same of MXFP4
 };
@@ -46,6 +47,10 @@ class Weights final : public WeightSink {
   void put(const Weight& weight) override;
   /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
+  /// fp4/weight/*: how far the experts' codes are from those of the set before; none for a first.
+  /// fp4/refit/probe_err: how far a product with what was repacked is from one with what arrived,
+  /// at worst, of one expert in so many, others each time.
+  Metrics metrics() const override;
 
   /// Throws Error unless a whole set has been committed and no other has been begun.
   void require_ready() const;
@@ -76,6 +81,12 @@ class Weights final : public WeightSink {
   std::uint32_t held(std::size_t index);
   std::uint32_t held_codes(std::size_t index) const;
   void put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value);
+  void put_coded(const WeightId& id, const PackedView<const std::uint8_t>& value);
+  void put_mx(const WeightId& id, const PackedView<const std::uint8_t>& value);
+  void put_values(const WeightId& id, const PackedView<const std::uint8_t>& value);
+  WeightFlips* flips(Layer layer);
+  void remember(const void* data, std::int64_t bytes);
+  void probe(const WeightId& id, const PackedView<const std::uint8_t>& value);
   bool arrives_as_codes(const WeightId& id) const;
   ExpertFormat format(Layer layer) const;
   void require_kind(const Weight& weight) const;
@@ -99,7 +110,10 @@ class Weights final : public WeightSink {
   std::vector<Bf16> embedding_, final_norm_;
   kernels::PackedMatrix head_;
   std::vector<LayerWeights> layers_;
-  std::vector<Bf16> dequantized_;  // one expert's matrix on its way
+  std::vector<Bf16> dequantized_;   // one expert's matrix on its way
+  std::vector<WeightFlips> flips_;  // [L] against the set before; empty: there was none
+  std::vector<std::uint8_t> before_;
+  double probe_error_ = -1;  // the worst of the set; -1: none was probed
 };
 
 }  // namespace lockstep::rollout

@@ -9,8 +9,10 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "kernels/exact/dequantize.h"
 #include "model/checksum.h"
 #include "rollout/forward_fixture.h"
+#include "rollout/probe.h"
 
 namespace lockstep::rollout {
 namespace {
@@ -236,6 +238,180 @@ TEST(Weights, TiedEmbeddingsServeAsHead) {
   kernels::unpack_row(weights.head(), 17, row);
   EXPECT_TRUE(std::equal(row.begin(), row.end(), all[0].plain.begin() + 17 * 64));
   EXPECT_TRUE(std::equal(row.begin(), row.end(), weights.embedding() + 17 * 64));
+}
+
+/// The first expert weight of that number.
+std::size_t expert_weight(const std::vector<OwnedWeight>& all, std::int32_t expert) {
+  std::size_t i = 0;
+  while (!(all[i].coded && all[i].id.expert.value == expert)) ++i;
+  return i;
+}
+
+Agreement nvfp4() { return agreement_of(fixture::w4a4_contract(fixture::small_model())); }
+
+TEST(Weights, R28_AScaleThatIsMissingOrNoneNamesTensorAndExpert) {
+  const Agreement agreement = nvfp4();
+  const auto all = random_weights(agreement, 8);
+  const std::size_t five = expert_weight(all, 5);
+  for (const float global : {0.0f, 1e-45f, -1.0f, NAN, INFINITY, 0.3f}) {
+    Weights weights(agreement);
+    weights.begin({1}, agreement.contract.id());
+    OwnedWeight w = all[five];
+    w.global = global;
+    expect_error([&] { weights.put(w.weight()); }, {"experts.5.gate_up_proj", "global scale"});
+  }
+  Weights weights(agreement);
+  weights.begin({1}, agreement.contract.id());
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (i != five) weights.put(all[i].weight());
+  }
+  expect_error([&] { weights.commit(); }, {"experts.5.gate_up_proj"});
+}
+
+TEST(Weights, R30_ALayerThatCameInBf16IsNamedWithTheRemedy) {
+  const Agreement agreement = nvfp4();
+  auto all = random_weights(agreement, 9);
+  Weights weights(agreement);
+  weights.begin({1}, agreement.contract.id());
+  OwnedWeight plain = all[expert_weight(all, 2)];
+  plain.coded = false;
+  expect_error([&] { weights.put(plain.weight()); },
+               {"layers.0.mlp.experts.2.gate_up_proj", "leave layer 0 out of contract.layers"});
+  // The other way round: codes of a layer that the contract leaves in BF16.
+  Agreement fewer = agreement;
+  fewer.contract.layers = LayerSet::range(1, 3);
+  Weights mixed(fewer);
+  mixed.begin({1}, fewer.contract.id());
+  expect_error([&] { mixed.put(all[expert_weight(all, 2)].weight()); },
+               {"layers.0.mlp.experts.2.gate_up_proj", "BF16"});
+  // Half of the scales is not all of them.
+  OwnedWeight half = all[expert_weight(all, 2)];
+  half.bands /= 2;
+  half.scales.resize(half.scales.size() / 2);
+  expect_error([&] { weights.put(half.weight()); }, {"experts.2.gate_up_proj", "scales"});
+}
+
+TEST(Weights, R32_Mxfp4NeedsNoGlobalScale) {
+  const Agreement agreement = agreement_of(contracts::preset("mx-rceil", 3));
+  const auto all = random_weights(agreement, 10);
+  Weights with(agreement), without(agreement);
+  with.begin({1}, agreement.contract.id());
+  without.begin({1}, agreement.contract.id());
+  for (const OwnedWeight& w : all) {
+    Weight plain = w.weight();
+    with.put(plain);
+    if (auto* codes = std::get_if<PackedView<const std::uint8_t>>(&plain.value)) codes->global = {};
+    without.put(plain);
+  }
+  EXPECT_EQ(with.commit(), without.commit());
+}
+
+TEST(Weights, R33_SwappedNibblesAndPaddedScalesAreFound) {
+  const Agreement agreement = nvfp4();
+  const auto all = random_weights(agreement, 11);
+  const std::size_t at = expert_weight(all, 1);
+  // The low nibble is the even element.
+  const std::vector<std::uint8_t> pair = {0x21, 0, 0, 0, 0, 0, 0, 0}, one = {0x38};
+  const float global = 1.0f;
+  std::vector<float> values(16);
+  kernels::dequantize(
+      {.codes = {{pair.data(), {1, 8}, {8, 1}}, {one.data(), {1, 1}, {1, 1}}, {&global, {1}, {1}}},
+       .rule = agreement.contract.weight,
+       .f32 = {values.data(), {1, 16}, {16, 1}}});
+  EXPECT_EQ(values[0], 0.5f);
+  EXPECT_EQ(values[1], 1.0f);
+  // A sender's checksum is not that of the same nibbles in the other order.
+  Weights good(agreement), bad(agreement);
+  const auto sent = load(good, all, agreement.contract);
+  auto swapped = all;
+  for (std::uint8_t& byte : swapped[at].codes) {
+    byte = static_cast<std::uint8_t>(byte << 4 | byte >> 4);
+  }
+  EXPECT_NE(load(bad, swapped, agreement.contract)[at], sent[at]);
+  // A plane of scales that was padded to fours does not pass for one of another group size.
+  Weights padded(agreement);
+  padded.begin({1}, agreement.contract.id());
+  OwnedWeight w = all[at];
+  w.scales.resize(static_cast<std::size_t>(w.bands * (w.cols / 16 + 1)), 0x38);
+  expect_error([&] { padded.put(w.weight()); }, {"experts.1", "scales [", "expected ["});
+}
+
+TEST(Weights, R61_AProductTellsARepackedWeightFromAnotherLayout) {
+  const Agreement agreement = nvfp4();
+  const OwnedWeight w = [&] {
+    const auto all = random_weights(agreement, 12);
+    return all[expert_weight(all, 0)];
+  }();
+  const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(static_cast<std::int32_t>(w.rows),
+                                                                static_cast<std::int32_t>(w.cols));
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> memory(static_cast<std::size_t>(bytes / 64));
+  const kernels::W4a4Weights to = {memory.front().bytes, 1, static_cast<std::int32_t>(w.rows),
+                                   static_cast<std::int32_t>(w.cols)};
+  kernels::w4a4_fill(to, 0, 0, w.code_view());
+  const auto error = [&] {
+    return probe_error(
+        w.code_view(), agreement.contract.weight,
+        [&](TensorView<const Bf16, 2> x, TensorView<float, 2> y) {
+          std::vector<std::uint8_t> codes(static_cast<std::size_t>(w.cols / 2)),
+              scales(static_cast<std::size_t>(w.cols / 16));
+          float global = 0;
+          const PackedView<std::uint8_t> a = {{codes.data(), {1, w.cols / 2}, {0, 1}},
+                                              {scales.data(), {1, w.cols / 16}, {0, 1}},
+                                              {&global, {1}, {1}}};
+          kernels::quantize({.x = x, .rule = agreement.contract.activation, .out = a});
+          kernels::w4a4({.a = a, .w = to, .out = y});
+        });
+  };
+  EXPECT_LT(error(), 1e-6);
+  // The same shape and bytes, two runs of 64 in each other's place: what a checksum of the weight
+  // as it arrived does not see.
+  for (std::size_t i = 1; i + 1 < memory.size(); i += 2) std::swap(memory[i], memory[i + 1]);
+  EXPECT_GT(error(), 0.25);
+
+  Weights weights(agreement);
+  load(weights, random_weights(agreement, 12), agreement.contract);
+  EXPECT_LT(weights.metrics().at("fp4/refit/probe_err"), 1e-6);
+}
+
+TEST(Weights, FlipsAreCountedAgainstTheSetBefore) {
+  Contract macro = contracts::preset("mx-rceil", 3);
+  macro.activation = contracts::format("mxfp8", contracts::Tensor::kActivation);
+  for (const Contract& contract :
+       {fixture::w4a4_contract(fixture::small_model()), contracts::preset("mx-rceil", 3), macro}) {
+    const Agreement agreement = agreement_of(contract);
+    const bool coded = expert_product(contract) != ExpertProduct::kBf16;
+    const std::string name = coded ? "fp4/weight/flip_frac" : "fp4/weight/value_flip_frac";
+    Weights weights(agreement);
+    auto all = random_weights(agreement, 13);
+    load(weights, all, contract, 1);
+    EXPECT_FALSE(weights.metrics().contains(name)) << "a first set has none before it";
+    load(weights, all, contract, 2);
+    EXPECT_EQ(weights.metrics().at(name), 0);
+    // One code of layer 0 a step up or down, another one's sign.
+    OwnedWeight& w = all[expert_weight(all, 4)];
+    std::size_t at = 0;
+    while ((w.codes[at] & 7) == 0 ||
+           w.scales[2 * at / static_cast<std::size_t>(contract.weight.block)] == 0) {
+      ++at;
+    }
+    w.codes[at] ^= 1;
+    load(weights, all, contract, 3);
+    std::int64_t size = 0;
+    for (const OwnedWeight& one : all) size += one.coded ? one.rows * one.cols : 0;
+    const Metrics metrics = weights.metrics();
+    EXPECT_DOUBLE_EQ(metrics.at(name), 1.0 / static_cast<double>(size));
+    EXPECT_DOUBLE_EQ(metrics.at(name + "/layer_0"), 3.0 / static_cast<double>(size));
+    EXPECT_EQ(metrics.at(name + "/layer_1"), 0);
+    if (coded) {
+      EXPECT_EQ(metrics.at("fp4/weight/adjacent_frac"), 1);
+      EXPECT_EQ(metrics.at("fp4/weight/scale_flip_frac"), 0);
+    }
+    load(weights, random_weights(agreement, 14), contract, 4);
+    EXPECT_GT(weights.metrics().at(name), 0.5);
+  }
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "base/timer.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/mx_error.h"
 #include "kernels/exact/quantize.h"
 #include "model/checksum.h"
 #include "model/names.h"
@@ -19,6 +20,9 @@
 
 namespace lockstep::sync {
 namespace {
+
+// One expert in so many of a layer is taken apart: that is dearer than quantizing.
+constexpr std::int32_t kMxErrorExperts = 16;
 
 template <typename T>
 TensorView<T, 2> matrix(std::vector<T>& values, std::int64_t rows, std::int64_t cols) {
@@ -44,6 +48,7 @@ class Sender {
   const std::vector<WeightId>& ids() const { return ids_; }
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
   double bytes() const { return bytes_; }
+  const kernels::MxError& mx_error() const { return mx_error_; }
   double relative_error() const { return norm_ > 0 ? std::sqrt(error_ / norm_) : 0; }
 
  private:
@@ -89,13 +94,15 @@ class Sender {
     const PackedView<std::uint8_t> packed = {
         matrix(codes_, rows, rule.code_bytes(cols)),
         matrix(scales_, rule.scale_rows(rows), rule.scale_cols(cols)),
-        {&global_, {1}, {0}}};
+        {&global_, {1}, {0}},
+        matrix(mantissas_, rows, rule.macro_cols(cols))};
     try {
       kernels::quantize_weight(f32, rule, packed);
     } catch (const Error& error) {
       throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
     }
     add_error(f32, packed);
+    if (rule.is_mx() && !rule.is_wide() && id.expert.value % kMxErrorExperts == 0) add_mx(f32);
     put_codes(id, packed);
   }
 
@@ -113,7 +120,8 @@ class Sender {
     const auto bytes = [](const auto& view) {
       return static_cast<std::size_t>(view.shape[0] * view.shape[1]);
     };
-    sent(id, checksum(codes), bytes(codes.codes) + bytes(codes.scales) + sizeof(float));
+    sent(id, checksum(codes),
+         bytes(codes.codes) + bytes(codes.scales) + bytes(codes.mantissas) + sizeof(float));
   }
 
   void add_error(TensorView<const float, 2> f32, const PackedView<const std::uint8_t>& packed) {
@@ -129,15 +137,27 @@ class Sender {
     }
   }
 
+  /// What MXFP4 loses of it, by cause.
+  void add_mx(TensorView<const float, 2> f32) {
+    const auto numbers = matrix(bf16_, f32.shape[0], f32.shape[1]);
+    for (std::int64_t row = 0; row < numbers.shape[0]; ++row) {
+      for (std::int64_t col = 0; col < numbers.shape[1]; ++col) {
+        numbers.data[row * numbers.stride[0] + col] = to_bf16(f32.data[row * f32.stride[0] + col]);
+      }
+    }
+    mx_error_.add(kernels::mx_error(numbers, contract_.weight));
+  }
+
   WeightSink& to_;
   const Contract& contract_;
   std::vector<WeightId> ids_;
   std::vector<std::uint32_t> checksums_;
   std::vector<float> f32_, f32_back_;
   std::vector<Bf16> bf16_;
-  std::vector<std::uint8_t> codes_, scales_;
+  std::vector<std::uint8_t> codes_, scales_, mantissas_;
   float global_ = 0;
   double bytes_ = 0, error_ = 0, norm_ = 0;
+  kernels::MxError mx_error_;
 };
 
 void compare(const Sender& sender, const std::vector<std::uint32_t>& received) {
@@ -167,10 +187,15 @@ Metrics refit(const WeightSource& from, WeightSink& to, const Contract& contract
   to.begin(version, contract.id());
   from.each([&](const Weight& weight) { sender.send(weight); });
   compare(sender, to.commit());
-  return {{"fp4/refit/version", static_cast<double>(version.value)},
-          {"fp4/refit/bytes", sender.bytes()},
-          {"fp4/refit/rel_err", sender.relative_error()},
-          {"fp4/refit/seconds", timer.lap()}};
+  Metrics metrics = {{"fp4/refit/version", static_cast<double>(version.value)},
+                     {"fp4/refit/bytes", sender.bytes()},
+                     {"fp4/refit/rel_err", sender.relative_error()}};
+  if (sender.mx_error().elements > 0) {
+    metrics.merge(kernels::metrics(sender.mx_error(), "fp4/mx/weight"));
+  }
+  metrics.merge(to.metrics());
+  metrics["fp4/refit/seconds"] = timer.lap();
+  return metrics;
 }
 
 }  // namespace lockstep::sync

@@ -17,7 +17,9 @@ bool quantized(const Contract& contract, const WeightId& id);
 /// checkpoint, checkpoint to checkpoint.
 ///
 /// FP32 values are rounded to BF16 first; BF16 values pass as they are. Metrics fp4/refit/{version,
-/// bytes, seconds, rel_err}; rel_err is ||Q(W) - W|| / ||W|| over what was quantized.
+/// bytes, seconds, rel_err}; rel_err is ||Q(W) - W|| / ||W|| over what was quantized. Under MXFP4
+/// its parts, fp4/mx/weight/* (kernels::MxError), of some experts of each layer. And what the sink
+/// found.
 /// Throws Error naming the weight where a value is not finite, where codes are given but another
 /// contract is asked for, or where a checksum differs.
 Metrics refit(const WeightSource& from, WeightSink& to, const Contract& contract,

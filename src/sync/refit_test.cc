@@ -68,7 +68,9 @@ class Keeper final : public WeightSink {
         return std::as_bytes(
             std::span(view.data, static_cast<std::size_t>(view.shape[0] * view.shape[1])));
       };
-      crc = crc32c(global, crc32c(bytes_of(codes->scales), crc32c(bytes_of(codes->codes))));
+      EXPECT_EQ(codes->mantissas.shape[1] > 0, mantissas);
+      const std::uint32_t scales = crc32c(bytes_of(codes->scales), crc32c(bytes_of(codes->codes)));
+      crc = crc32c(global, crc32c(bytes_of(codes->mantissas), scales));
     } else {
       plain.insert(weight.id);
       const auto& view = std::get<TensorView<const Bf16, 2>>(weight.value);
@@ -88,6 +90,7 @@ class Keeper final : public WeightSink {
   std::set<WeightId> packed, plain;
   std::map<WeightId, std::uint32_t> of;  // of codes, scales and global, or of plain values
   std::optional<WeightId> damage;
+  bool mantissas = false;  // are there any?
   int commits = 0;
 
  private:
@@ -106,6 +109,93 @@ TEST(Refit, QuantizesRoutedExpertsOnly) {
   EXPECT_EQ(m.at("fp4/refit/version"), 7);
   EXPECT_GT(m.at("fp4/refit/rel_err"), 0.02);
   EXPECT_LT(m.at("fp4/refit/rel_err"), 0.2);
+}
+
+/// Only the experts of one rank, of two that share the masters out.
+class OfRank final : public WeightSource {
+ public:
+  OfRank(const Masters& masters, std::int32_t rank, std::int32_t experts)
+      : masters_(masters), rank_(rank), experts_(experts) {}
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    masters_.each([&](const Weight& weight) {
+      const std::int32_t expert = weight.id.expert.value;
+      const bool shared = !of_expert(weight.id.role) || experts_ == 1;
+      if (expert < experts_ && (shared || expert % 2 == rank_)) visit(weight);
+    });
+  }
+
+ private:
+  const Masters& masters_;
+  std::int32_t rank_, experts_;
+};
+
+/// Keeps the bytes of every expert's codes, scales and global scale.
+class Bytes final : public WeightSink {
+ public:
+  void begin(WeightVersion, ContractId) override {}
+  void put(const Weight& weight) override {
+    keeper_.put(weight);
+    const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value);
+    if (codes == nullptr) return;
+    std::vector<std::uint8_t>& to = all[weight.id];
+    for (const auto& view : {codes->codes, codes->scales}) {
+      to.insert(to.end(), view.data, view.data + view.shape[0] * view.shape[1]);
+    }
+    const auto global = std::as_bytes(std::span(codes->global.data, 1));
+    for (const std::byte byte : global) to.push_back(static_cast<std::uint8_t>(byte));
+  }
+  std::vector<std::uint32_t> commit() override { return keeper_.commit(); }
+
+  std::map<WeightId, std::vector<std::uint8_t>> all;
+
+ private:
+  Keeper keeper_;
+};
+
+TEST(Refit, R27_AnExpertsScaleIsTheSameOnEveryRankHoweverManyThereAre) {
+  const Masters masters;
+  const Contract contract = contracts::lockstep(kModel.num_layers);
+  Bytes whole;
+  refit(masters, whole, contract, WeightVersion{1});
+  for (const std::int32_t experts : {1, kModel.num_experts}) {
+    Bytes ranks[2];
+    for (const std::int32_t rank : {0, 1}) {
+      refit(OfRank(masters, rank, experts), ranks[rank], contract, WeightVersion{1});
+      EXPECT_FALSE(ranks[rank].all.empty());
+      for (const auto& [id, bytes] : ranks[rank].all) EXPECT_EQ(bytes, whole.all.at(id));
+    }
+    // One expert is on both ranks; several are on one each, and none is missing.
+    const std::size_t seen = ranks[0].all.size() + ranks[1].all.size();
+    EXPECT_EQ(seen, experts == 1 ? 2 * ranks[0].all.size() : whole.all.size());
+  }
+}
+
+/// Blocks of 32 fit these alone.
+class GateAndUp final : public WeightSource {
+ public:
+  void each(const std::function<void(const Weight&)>& visit) const override {
+    Masters().each([&](const Weight& weight) {
+      if (weight.id.role == WeightId::Role::kGateUp) visit(weight);
+    });
+  }
+};
+
+TEST(Refit, TellsWhereMxfp4LosesAndWhatMacroBlocksLeave) {
+  const GateAndUp masters;
+  Contract contract = contracts::preset("mx-rceil", kModel.num_layers);
+  contract.k = contract.v = {};
+  Keeper plain, macro;
+  const Metrics before = refit(masters, plain, contract, WeightVersion{1});
+  EXPECT_NEAR(before.at("fp4/mx/weight/rel_err"), before.at("fp4/refit/rel_err"), 0.001);
+  EXPECT_GT(before.at("fp4/mx/weight/scale"), 0.1);
+  contract.weight.macro_block = 128;
+  EXPECT_NE(contract.id(), contracts::preset("mx-rceil", kModel.num_layers).id());
+  macro.mantissas = true;
+  const Metrics after = refit(masters, macro, contract, WeightVersion{1});
+  EXPECT_NEAR(after.at("fp4/mx/weight/rel_err"), after.at("fp4/refit/rel_err"), 0.001);
+  EXPECT_LT(after.at("fp4/mx/weight/scale"), before.at("fp4/mx/weight/scale"));
+  EXPECT_FALSE(refit(masters, plain, contracts::lockstep(2), WeightVersion{1})
+                   .contains("fp4/mx/weight/scale"));
 }
 
 TEST(Refit, PacksEveryFormatOfWeights) {

@@ -1,9 +1,8 @@
 /// The guided inputs of the routed experts, and guided K and V: the trainer's own numbers, rounded
-/// toward the codes that the rollout used (docs/methods.md, TRACE). Products then run on values that
-/// FP4 codes name, and their gradients see the same values; the gradient of the rounding itself is
-/// the identity.
+/// toward the codes that the rollout used (docs/methods.md, TRACE). Products then run on values
+/// that FP4 codes name, and their gradients see the same values; the gradient of the rounding
+/// itself is the identity.
 #include "kernels/exact/audit.h"
-#include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/residual.h"
@@ -60,36 +59,38 @@ bool Sites::compensates(Place place) const {
   return qat_.residual_alpha > 0.0f && qat_.residual_sites.has(place.site);
 }
 
+/// Codes with an owner.
+struct OwnCodes {
+  OwnCodes(std::int64_t rows, std::int64_t cols, const Quantizer& rule)
+      : codes(static_cast<std::size_t>(rows * rule.code_bytes(cols))),
+        scales(static_cast<std::size_t>(rows * rule.scale_cols(cols))),
+        mantissas(static_cast<std::size_t>(rows * rule.macro_cols(cols))),
+        globals(static_cast<std::size_t>(rows)),
+        view{.codes = {codes.data(), {rows, rule.code_bytes(cols)}, {rule.code_bytes(cols), 1}},
+             .scales = {scales.data(), {rows, rule.scale_cols(cols)}, {rule.scale_cols(cols), 1}},
+             .global = {globals.data(), {rows}, {1}},
+             .mantissas = {
+                 mantissas.data(), {rows, rule.macro_cols(cols)}, {rule.macro_cols(cols), 1}}} {}
+  std::vector<std::uint8_t> codes, scales, mantissas;
+  std::vector<float> globals;
+  PackedView<std::uint8_t> view;
+};
+
 /// x in place: Q(x) + alpha Q(x - Q(x)), the rollout's two operands in one.
 void Sites::compensate(Place place, TensorView<Bf16, 2> x) const {
   const auto [rows, cols] = x.shape;
   const Quantizer& rule = agreement_.rule(place.site);
-  std::vector<std::uint8_t> codes[2], scales[2];
-  std::vector<float> globals[2], values[2];
-  const auto packed = [&](std::size_t part) -> PackedView<std::uint8_t> {
-    codes[part].resize(static_cast<std::size_t>(rows * cols / 2));
-    scales[part].resize(static_cast<std::size_t>(rows * cols / rule.block));
-    globals[part].resize(static_cast<std::size_t>(rows));
-    return {{codes[part].data(), {rows, cols / 2}, {cols / 2, 1}},
-            {scales[part].data(), {rows, cols / rule.block}, {cols / rule.block, 1}},
-            {globals[part].data(), {rows}, {1}}};
-  };
-  const auto main = packed(0), rest = packed(1);
-  kernels::quantize({.x = x, .rule = rule, .out = main});
-  kernels::residual({.x = x, .q = main, .per_mille = 1000, .out = rest});
-  for (const std::size_t part : {0u, 1u}) {
-    values[part].resize(static_cast<std::size_t>(rows * cols));
-    kernels::dequantize({.codes = part == 0 ? main : rest,
-                         .rule = rule,
-                         .f32 = {values[part].data(), {rows, cols}, {cols, 1}}});
+  const OwnCodes main(rows, cols, rule), rest(rows, cols, rule);
+  kernels::quantize({.x = x, .rule = rule, .out = main.view});
+  // NVFP4's residual is quantized minus true: it is taken away.
+  float alpha = qat_.residual_alpha;
+  if (rule.is_mx()) {
+    kernels::residual_of(x, rule, main.view, rest.view);
+  } else {
+    kernels::residual({.x = x, .q = main.view, .per_mille = 1000, .out = rest.view});
+    alpha = -alpha;
   }
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = 0; c < cols; ++c) {
-      const auto at = static_cast<std::size_t>(r * cols + c);
-      // The residual is quantized minus true: it is taken away.
-      x.data[r * x.stride[0] + c] = to_bf16(values[0][at] - qat_.residual_alpha * values[1][at]);
-    }
-  }
+  kernels::add_residual(main.view, rest.view, rule, alpha, x);
 }
 
 /// x in place. Rows that no record covers are rounded at their own scale.

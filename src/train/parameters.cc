@@ -83,29 +83,63 @@ std::span<float> Parameters::of(const Floats& numbers, const Slot& slot) const {
   return numbers.all().subspan(static_cast<std::size_t>(slot.offset), slot.count());
 }
 
-void Parameters::make_room_for_codes(const ModelConfig& config) {
-  const auto room = [&](std::int32_t out, std::int32_t cols) {
-    kernels::W4a4Weights weights = {.experts = config.num_experts, .out = out, .cols = cols};
-    const auto bytes = static_cast<std::size_t>(config.num_experts *
-                                                kernels::W4a4Weights::expert_bytes(out, cols));
-    code_memory_.emplace_back((bytes + 63) / 64, Line{});
-    weights.data = code_memory_.back().front().bytes;
-    return weights;
+ops::CodeMatrix Parameters::room_for_codes(std::int32_t experts, std::int32_t out,
+                                           std::int32_t cols) {
+  const auto take = [&](std::int64_t bytes) {
+    code_memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64), Line{});
+    return code_memory_.back().front().bytes;
   };
+  ops::CodeMatrix matrix = {.experts = experts, .out = out};
+  const Quantizer& rule = numbers_.contract.weight;
+  if (!rule.is_mx()) {
+    matrix.nvfp4 = {take(experts * kernels::W4a4Weights::expert_bytes(out, cols)), experts, out,
+                    cols};
+    return matrix;
+  }
+  const std::int64_t rows = std::int64_t{experts} * out;
+  const auto plain = [&](std::int64_t width) {
+    auto* bytes = reinterpret_cast<std::uint8_t*>(take(rows * width));
+    return TensorView<std::uint8_t, 2>{bytes, {rows, width}, {width, 1}};
+  };
+  matrix.mxfp4 = {plain(rule.code_bytes(cols)), plain(rule.scale_cols(cols)), {}};
+  return matrix;
+}
+
+void Parameters::make_room_for_codes(const ModelConfig& config) {
   for (std::int32_t l = 0; l < config.num_layers; ++l) {
     if (!numbers_.contract.layers.has(Layer{l})) {
       codes_.emplace_back();
       continue;
     }
-    codes_.push_back({.gate_up = room(2 * config.expert_width, config.hidden),
-                      .down = room(config.hidden, config.expert_width)});
+    codes_.push_back(
+        {.gate_up = room_for_codes(config.num_experts, 2 * config.expert_width, config.hidden),
+         .down = room_for_codes(config.num_experts, config.hidden, config.expert_width)});
   }
 }
 
 const ExpertCodes* Parameters::codes(Layer layer) const {
   if (codes_.empty()) return nullptr;
   const ExpertCodes& of_layer = codes_[static_cast<std::size_t>(layer.value)];
-  return of_layer.gate_up.data != nullptr ? &of_layer : nullptr;
+  return of_layer.gate_up.empty() ? nullptr : &of_layer;
+}
+
+/// Where the exact product will read them.
+void Parameters::keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const {
+  const ExpertCodes* kept = codes(slot.id.layer);
+  if (kept == nullptr) return;
+  const ops::CodeMatrix& to = slot.id.role == WeightId::Role::kDown ? kept->down : kept->gate_up;
+  const std::int32_t expert = slot.id.expert.value;
+  const Quantizer& rule = numbers_.contract.weight;
+  if (!rule.is_mx()) return kernels::w4a4_fill(to.nvfp4, expert, 0, packed, {}, rule);
+  const auto copy = [&](const TensorView<const std::uint8_t, 2>& from,
+                        const TensorView<std::uint8_t, 2>& into) {
+    for (std::int64_t row = 0; row < slot.rows; ++row) {
+      std::copy_n(from.data + row * from.stride[0], from.shape[1],
+                  into.data + (expert * slot.rows + row) * into.stride[0]);
+    }
+  };
+  copy(packed.codes, to.mxfp4.codes);
+  copy(packed.scales, to.mxfp4.scales);
 }
 
 /// Master -> codes -> what the codes are worth: what sync sends, seen from this side.
@@ -117,10 +151,14 @@ void Parameters::fake_quantize(const Slot& slot) const {
   const std::int64_t bands = rule.scale_rows(slot.rows), blocks = rule.scale_cols(cols);
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(slot.rows * bytes));
   std::vector<std::uint8_t> scales(static_cast<std::size_t>(bands * blocks));
+  const std::int64_t macros = rule.macro_cols(cols);
+  std::vector<std::uint8_t> mantissas(static_cast<std::size_t>(slot.rows * macros));
   float global = 0.0f;
-  const PackedView<std::uint8_t> packed = {.codes = {codes.data(), {slot.rows, bytes}, {bytes, 1}},
-                                           .scales = {scales.data(), {bands, blocks}, {blocks, 1}},
-                                           .global = {&global, {slot.rows}, {0}}};
+  const PackedView<std::uint8_t> packed = {
+      .codes = {codes.data(), {slot.rows, bytes}, {bytes, 1}},
+      .scales = {scales.data(), {bands, blocks}, {blocks, 1}},
+      .global = {&global, {slot.rows}, {0}},
+      .mantissas = {mantissas.data(), {slot.rows, macros}, {macros, 1}}};
   try {
     kernels::quantize_weight({master.data(), {slot.rows, cols}, {cols, 1}}, rule, packed);
   } catch (const Error& error) {
@@ -128,10 +166,10 @@ void Parameters::fake_quantize(const Slot& slot) const {
   }
   kernels::dequantize(
       {.codes = packed, .rule = rule, .f32 = {out.data(), {slot.rows, cols}, {cols, 1}}});
-  if (const ExpertCodes* kept = this->codes(slot.id.layer)) {
-    const bool down = slot.id.role == WeightId::Role::kDown;
-    kernels::w4a4_fill(down ? kept->down : kept->gate_up, slot.id.expert.value, 0, packed);
+  if (!rule.is_guidable()) {  // the operand that the rollout has, or would have, of these codes
+    std::ranges::transform(out, out.begin(), [](float x) { return to_float(to_bf16(x)); });
   }
+  keep_codes(slot, packed);
 }
 
 void Parameters::refresh() {

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "contract/contract.h"
-#include "kernels/exact/w4a4.h"
 #include "model/config.h"
 #include "model/weights.h"
+#include "ops/code_matrix.h"
 
 namespace lockstep::train {
 
@@ -47,7 +47,7 @@ struct Slot {
 
 /// A layer's routed experts as codes, in the order that the exact product reads.
 struct ExpertCodes {
-  kernels::W4a4Weights gate_up, down;
+  ops::CodeMatrix gate_up, down;
 };
 
 class Parameters {
@@ -67,8 +67,8 @@ class Parameters {
   std::span<float> of(const Floats& numbers, const Slot& slot) const;
 
   /// Makes the compute weights from the masters: rounded to BF16, routed experts on to FP4 by the
-  /// contract's own quantizer. Once an update, whatever the number of passes.
-  /// Throws Error naming the weight that is not finite.
+  /// contract's own quantizer (and to BF16 where its values are not exact there). Once an update,
+  /// whatever the number of passes. Throws Error naming the weight that is not finite.
   void refresh();
 
   /// Those of the weights that the last refresh() saw; nullptr where none are kept.
@@ -80,6 +80,8 @@ class Parameters {
   std::int64_t place(std::vector<Slot>& slots, std::int64_t offset, const ModelConfig& config);
 
   void make_room_for_codes(const ModelConfig& config);
+  ops::CodeMatrix room_for_codes(std::int32_t experts, std::int32_t out, std::int32_t cols);
+  void keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const;
   void fake_quantize(const Slot& slot) const;
 
   struct alignas(64) Line {

@@ -36,6 +36,7 @@ bool Sites::follows(Place place) const {
 
 bool Sites::audits(Place place) const {
   if (audited_.empty() || !quantized(place)) return false;
+  if (!agreement_.rule(place.site).is_guidable()) return false;  // no record has such codes
   return place.site != Site::kW2In || agreement_.guide.follows(place);
 }
 

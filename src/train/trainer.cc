@@ -224,24 +224,16 @@ void require_weights(bool ready) {
   if (!ready) throw Error("the trainer has no weights yet: load a checkpoint first");
 }
 
-/// The exact product takes NVFP4 codes that this trainer made itself.
+/// What preflight asks of a recipe, of those who build a trainer themselves.
 void check_product(const Agreement& agreement, const Qat& qat, const Options& options) {
   if (!qat.real_product) return;
-  const Contract& c = agreement.contract;
-  const auto nvfp4 = [](const Quantizer& rule) {
-    return rule.element == Element::kE2m1 && !rule.is_mx() && rule.global_is_power_of_two;
-  };
-  if (!qat.weights || !qat.activations || !options.bf16 || !nvfp4(c.weight) ||
-      !nvfp4(c.activation)) {
+  const SiteSet guided = agreement.guide.sites;
+  if (!qat.weights || !qat.activations || !options.bf16 || qat.residual_alpha != 0.0f ||
+      expert_product(agreement.contract) == ExpertProduct::kBf16 || guided.has(Site::kW13In) ||
+      guided.has(Site::kW2In)) {
     throw Error(
-        "qat.real_product multiplies NVFP4 codes of weights and activations in a BF16 trainer: it "
-        "needs qat.weights, qat.activations and trainer.bf16, and a contract of such codes");
-  }
-  if (agreement.guide.sites.has(Site::kW13In) || agreement.guide.sites.has(Site::kW2In) ||
-      qat.residual_alpha != 0.0f) {
-    throw Error(
-        "qat.real_product takes the trainer's own codes: leave w13_in and w2_in out of "
-        "guide.sites, and qat.residual off");
+        "qat.real_product multiplies the trainer's own codes, NVFP4's or MXFP4's, of weights and "
+        "activations in BF16: nothing else may be quantized, guided or compensated there");
   }
 }
 

@@ -28,8 +28,8 @@ struct Qat {
   // rounded to BF16. 0: not imitated.
   float residual_alpha = 0.0f;
   SiteSet residual_sites{};
-  /// The forward of the routed experts is the rollout's own exact product of NVFP4 codes (QaRL), not
-  /// a product of their values; the backward is that of the values either way.
+  /// The forward of the routed experts is the rollout's own exact product of NVFP4 or MXFP4 codes
+  /// (QaRL), not a product of their values; the backward is that of the values either way.
   bool real_product = false;
 };
 

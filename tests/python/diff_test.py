@@ -121,6 +121,13 @@ def test_a_change_in_one_layer_is_found_there(tmp_path, theirs):
     assert found["agrees"] and found["logp"]["mean"] > 0
     for place in found["places"][:8]:  # k and v of layers 0 to 2, w13_in of 0 and 1
         assert place["drift"] == 0 and place["flip_frac"] == 0
+    # Keys of a contract reach the tensors that they name, and no others.
+    w4a8 = diff(tmp_path, theirs, changed, "contract.activations=mxfp8")
+    assert w4a8["contract"] == "lockstep contract.activations=mxfp8"
+    for place, other in zip(found["places"], w4a8["places"]):
+        same = place["flip_frac"] == other["flip_frac"]
+        assert same != (place["place"].endswith("w13_in") and place["drift"] > 0)
+    assert "takes contract.KEY=value" in lockstep("diff", theirs, changed, "seed=3", fails=True)
     again = diff(tmp_path, theirs, transformers_dump(tmp_path / "again.safetensors"))
     assert again["verdict"] == "equal" and again["agrees"]
 

@@ -8,6 +8,7 @@
 #include "base/parallel.h"
 #include "base/text.h"
 #include "kernels/exact/dequantize_rows.h"
+#include "numerics/macro_block.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
@@ -77,6 +78,7 @@ class Rows {
         values[code] = to_float(static_cast<E2m1>(code)) * factor;
       }
       const std::int64_t first = j * args_.rule.block;
+      if (args_.rule.macro_block > 0) unstretch_all(row, first, values);
       if (!args_.bf16.empty()) {
         std::array<Bf16, 16> rounded{};
         for (std::size_t code = 0; code < 16; ++code) rounded[code] = to_bf16(values[code]);
@@ -86,6 +88,12 @@ class Rows {
         unpack(codes + first / 2, values, args_.f32.data + row * args_.f32.stride[0] + first);
       }
     }
+  }
+
+  void unstretch_all(std::int64_t row, std::int64_t col, std::array<float, 16>& values) const {
+    const auto& mantissas = args_.codes.mantissas;
+    const std::uint8_t m = mantissas.data[row * mantissas.stride[0] + col / args_.rule.macro_block];
+    for (float& value : values) value = unstretch(value, m);
   }
 
   template <typename T>
@@ -120,6 +128,12 @@ void check(const DequantizeArgs& args, std::int64_t rows, std::int64_t cols) {
                      args.codes.scales.shape[1], "], must be [", rule.scale_rows(rows), ", ",
                      rule.scale_cols(cols), "]"}));
   }
+  if (args.codes.mantissas.shape[1] != rule.macro_cols(cols) ||
+      (rule.macro_block > 0 && args.codes.mantissas.shape[0] != rows)) {
+    throw Error(cat({"dequantize: mantissas are [", args.codes.mantissas.shape[0], ", ",
+                     args.codes.mantissas.shape[1], "], must be [", rows, ", ",
+                     rule.macro_cols(cols), "]"}));
+  }
   const Device device = args.codes.codes.device;
   const auto elsewhere = [device](const auto& view) {
     return !view.empty() && view.device != device;
@@ -149,6 +163,9 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
   const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
   check(args, rows, cols);
   if (args.codes.codes.device.kind == Device::Kind::kCuda) {
+    if (args.rule.macro_block > 0) {
+      throw Error("dequantize: macro blocks are read on the CPU only");
+    }
     if constexpr (build::has_cuda) return dequantize_cuda(args, stream);
     throw Error("dequantize: the codes are on a CUDA device, this build has no CUDA backend");
   }

@@ -9,7 +9,9 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide_rows.h"
+#include "kernels/exact/quantize.h"
 #include "kernels/exact/quantize_rows.h"
 #include "kernels/exact/record_row.h"
 #include "numerics/four_over_six.h"
@@ -36,6 +38,7 @@ GuideShape shape_of(const GuideArgs& args) {
 
 void check_rule(const Quantizer& rule, Guidance guidance) {
   require(rule.quantizes(), {"guide: the rule does not quantize"});
+  require(rule.macro_block == 0, {"guide: a record has no mantissas of macro blocks"});
   require(rule.tie == Tie::kEven && rule.sign_of_zero == SignOfZero::kDropped &&
               rule.code_rule == CodeRule::kExact,
           {"guide: the rule is another stack's dialect; guided rounding is defined for contracts "
@@ -304,7 +307,37 @@ std::int32_t matrix_exponent(const GuideArgs& args) {
 
 }  // namespace
 
+namespace {
+
+/// Round to nearest under a rule that guided rounding knows nothing of.
+void round_own(const GuideArgs& args) {
+  const auto [rows, cols] = args.x.shape;
+  const Quantizer& rule = args.rule;
+  const auto bytes = [](std::int64_t height, std::int64_t width, std::vector<std::uint8_t>& own) {
+    own.resize(static_cast<std::size_t>(height * width));
+    return TensorView<std::uint8_t, 2>{own.data(), {height, width}, {width, 1}};
+  };
+  std::vector<std::uint8_t> codes, scales, mantissas;
+  std::vector<float> global(static_cast<std::size_t>(rows));
+  const PackedView<std::uint8_t> packed = {
+      .codes = bytes(rows, rule.code_bytes(cols), codes),
+      .scales = bytes(rule.scale_rows(rows), rule.scale_cols(cols), scales),
+      .global = {global.data(), {rows}, {1}},
+      .mantissas = bytes(rows, rule.macro_cols(cols), mantissas)};
+  std::int64_t seen[kNumQuantizeCounts] = {};
+  quantize({.x = args.x, .rule = rule, .out = packed, .counts = {seen, {kNumQuantizeCounts}, {1}}});
+  dequantize({.codes = packed, .rule = rule, .bf16 = args.out});
+  if (args.counts.shape[0] > kNonfinite) {
+    args.counts.data[kNonfinite * args.counts.stride[0]] += seen[kNonfiniteRows];
+  }
+}
+
+}  // namespace
+
 void guide_on(const GuideArgs& args, Isa isa) {
+  if (args.guidance == Guidance::kOwnScale && args.rule.quantizes() && !args.rule.is_guidable()) {
+    return round_own(args);
+  }
   const GuideShape shape = shape_of(args);
   check(args, shape);
   require(args.x.device.kind == Device::Kind::kCpu, {"guide: x must be on the CPU"});

@@ -1,63 +1,78 @@
-#include "kernels/exact/macro_block.h"
+/// MXFP4 in macro blocks: numbers are stretched, then quantized as ever.
+#include "numerics/macro_block.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "base/text.h"
-#include "kernels/exact/dequantize.h"
-#include "kernels/exact/quantize.h"
 #include "kernels/exact/quantize_rows.h"
 
 namespace lockstep::kernels {
 namespace {
 
-std::int64_t macro_blocks(std::int64_t cols) { return (cols + kMacroBlock - 1) / kMacroBlock; }
-
-void check(const MacroArgs& args) {
-  const auto [rows, cols] = args.x.shape;
-  if (!args.rule.is_mx() || args.rule.element != Element::kE2m1) {
-    throw Error("quantize_macro: the rule is not MXFP4, whose scales alone are powers of two");
+void check(const QuantizeArgs& args, std::int64_t rows, std::int64_t cols) {
+  const Quantizer& rule = args.rule;
+  if (!rule.is_mx() || rule.element != Element::kE2m1 || rule.macro_block % rule.block != 0) {
+    throw Error(cat({"quantize: rule.macro_block is ", rule.macro_block,
+                     ", which MXFP4 alone has, in multiples of its block of ", rule.block}));
   }
-  if (args.mantissas.shape[0] != rows || args.mantissas.shape[1] != macro_blocks(cols)) {
+  const auto& mantissas = args.out.mantissas;
+  if (mantissas.shape[0] != rows || mantissas.shape[1] != rule.macro_cols(cols)) {
+    throw Error(cat({"quantize: out.mantissas is [", mantissas.shape[0], ", ", mantissas.shape[1],
+                     "], must be [", rows, ", ", rule.macro_cols(cols), "]"}));
+  }
+  if (args.layout.encoding != Encoding::kNone) {
     throw Error(
-        cat({"quantize_macro: mantissas are [", args.mantissas.shape[0], ", ",
-             args.mantissas.shape[1], "], must be [", rows, ", ", macro_blocks(cols), "]"}));
+        "quantize: a record has no mantissas; rule.macro_block must be 0 where one is kept");
   }
-  if (!args.values.empty() && args.values.shape != args.x.shape) {
-    throw Error("quantize_macro: values must have the shape of x");
+}
+
+template <typename T>
+void stretch_row(const T* x, std::int64_t cols, std::int32_t macro_block, std::uint8_t* mantissas,
+                 float* out) {
+  const bool finite = is_finite(row_amax(x, cols));
+  for (std::int64_t first = 0; first < cols; first += macro_block) {
+    const std::int64_t count = std::min<std::int64_t>(macro_block, cols - first);
+    const std::uint8_t m = finite ? macro_mantissa(row_amax(x + first, count)) : std::uint8_t{0};
+    mantissas[first / macro_block] = m;
+    for (std::int64_t c = first; c < first + count; ++c) {
+      if constexpr (std::is_same_v<T, float>) {
+        out[c] = stretch(x[c], m);
+      } else {
+        out[c] = stretch(to_float(x[c]), m);
+      }
+    }
   }
+}
+
+template <typename T>
+void run(const QuantizeArgs& args, const TensorView<const T, 2>& x) {
+  const auto [rows, cols] = x.shape;
+  check(args, rows, cols);
+  std::vector<float> stretched(static_cast<std::size_t>(rows * cols));
+  parallel_for(rows, (1 << 14) / std::max<std::int64_t>(cols, 1) + 1,
+               [&](std::int64_t first, std::int64_t end) {
+                 for (std::int64_t r = first; r < end; ++r) {
+                   stretch_row(x.data + r * x.stride[0], cols, args.rule.macro_block,
+                               args.out.mantissas.data + r * args.out.mantissas.stride[0],
+                               stretched.data() + r * cols);
+                 }
+               });
+  QuantizeArgs plain = args;
+  plain.x = {};
+  plain.amax = {};
+  plain.x_f32 = {stretched.data(), {rows, cols}, {cols, 1}};
+  plain.rule.macro_block = 0;
+  quantize(plain);
 }
 
 }  // namespace
 
-void quantize_macro(const MacroArgs& args) {
-  check(args);
-  const auto [rows, cols] = args.x.shape;
-  std::vector<float> stretched(static_cast<std::size_t>(rows * cols));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const Bf16* x = args.x.data + r * args.x.stride[0];
-    std::uint8_t* mantissas = args.mantissas.data + r * args.mantissas.stride[0];
-    const bool finite = is_finite(row_amax(x, cols));
-    for (std::int64_t first = 0; first < cols; first += kMacroBlock) {
-      const std::int64_t count = std::min<std::int64_t>(kMacroBlock, cols - first);
-      const std::uint8_t m = finite ? macro_mantissa(row_amax(x + first, count)) : std::uint8_t{0};
-      mantissas[first / kMacroBlock] = m;
-      for (std::int64_t c = first; c < first + count; ++c) {
-        stretched[static_cast<std::size_t>(r * cols + c)] = stretch(to_float(x[c]), m);
-      }
-    }
-  }
-  const TensorView<float, 2> view = {stretched.data(), {rows, cols}, {cols, 1}};
-  quantize({.x_f32 = view, .rule = args.rule, .out = args.out});
-  if (args.values.empty()) return;
-  dequantize({.codes = args.out, .rule = args.rule, .f32 = args.values});
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = 0; c < cols; ++c) {
-      float& value = args.values.data[r * args.values.stride[0] + c];
-      value = unstretch(value, args.mantissas.data[r * args.mantissas.stride[0] + c / kMacroBlock]);
-    }
-  }
+void quantize_macro(const QuantizeArgs& args) {
+  if (args.x_f32.empty()) return run(args, args.x);
+  run(args, args.x_f32);
 }
 
 }  // namespace lockstep::kernels

@@ -1,5 +1,6 @@
 #include "kernels/exact/mx_error.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -7,6 +8,7 @@
 #include "base/text.h"
 #include "kernels/exact/quantize_rows.h"
 #include "numerics/e2m1.h"
+#include "numerics/macro_block.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -23,17 +25,19 @@ double ideal(double a, double amax) {
   return static_cast<double>(e2m1_magnitude(m)) * amax / 6;
 }
 
-void add_block(const Bf16* x, const Quantizer& rule, MxError& sum) {
-  const float amax = row_amax(x, rule.block);
+/// Sums are of x itself: what is rounded has been stretched by 1 + m / 256.
+void add_block(const Bf16* x, std::uint8_t m, const Quantizer& rule, MxError& sum) {
+  const float amax = stretch(row_amax(x, rule.block), m);
   const std::uint8_t byte = scale_byte(rule, amax, {});
   const float scale = to_float(static_cast<E8m0>(byte));
+  const double factor = 256.0 / (256 + m);
   for (std::int32_t i = 0; i < rule.block; ++i) {
-    const float a = magnitude(to_float(x[i]));
-    const auto exact = static_cast<double>(a);
+    const float a = stretch(magnitude(to_float(x[i])), m);
+    const auto exact = static_cast<double>(a) * factor;
     const auto real =
-        static_cast<double>(e2m1_magnitude(e2m1_quotient(a, scale, rule.tie)) * scale);
-    const double wish = ideal(exact, static_cast<double>(amax));
-    const bool dead = 24 * exact < static_cast<double>(amax);
+        static_cast<double>(e2m1_magnitude(e2m1_quotient(a, scale, rule.tie)) * scale) * factor;
+    const double wish = ideal(static_cast<double>(a), static_cast<double>(amax)) * factor;
+    const bool dead = 24 * a < amax;
     const double bias = real - wish, rest = wish - exact;
     sum.signal += exact * exact;
     sum.total += (real - exact) * (real - exact);
@@ -76,7 +80,14 @@ MxError mx_error(TensorView<const Bf16, 2> x, const Quantizer& rule) {
   for (std::int64_t r = 0; r < x.shape[0]; ++r) {
     const Bf16* row = x.data + r * x.stride[0];
     if (!is_finite(row_amax(row, x.shape[1]))) continue;
-    for (std::int64_t c = 0; c < x.shape[1]; c += rule.block) add_block(row + c, rule, sum);
+    std::uint8_t m = 0;
+    for (std::int64_t c = 0; c < x.shape[1]; c += rule.block) {
+      if (rule.macro_block > 0 && c % rule.macro_block == 0) {
+        m = macro_mantissa(
+            row_amax(row + c, std::min<std::int64_t>(rule.macro_block, x.shape[1] - c)));
+      }
+      add_block(row + c, m, rule, sum);
+    }
   }
   return sum;
 }

@@ -32,8 +32,9 @@ struct MxError {
   double cosine() const;
 };
 
-/// Of the rows that are finite. Throws Error where the rule is not MXFP4 or cols no multiple of its
-/// block.
+/// Of the rows that are finite. Under macro blocks Q and Q* both round what the mantissa stretched,
+/// so that what is left of the scale's bias shows. Throws Error where the rule is not MXFP4 or cols
+/// no multiple of its block.
 MxError mx_error(TensorView<const Bf16, 2> x, const Quantizer& rule);
 
 /// `prefix`/{rel_err, scale, dead_zone, grid, scale_grid_cos, dead_frac}: the parts as shares of

@@ -6,9 +6,10 @@
 
 #include "base/error.h"
 #include "kernels/exact/dequantize.h"
-#include "kernels/exact/macro_block.h"
+#include "kernels/exact/guide.h"
 #include "kernels/exact/packed_matrix.h"
 #include "kernels/exact/quantize.h"
+#include "numerics/macro_block.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -84,30 +85,40 @@ TEST(MacroBlock, TakesAwayBiasAndLosesLess) {
   std::vector<Bf16> x;
   for (std::uint64_t i = 0; i < 32 * 320; ++i) x.push_back(to_bf16(normal(12, i) * 0.3f));
   for (const ScaleRule scale_rule : {ScaleRule::kMxRceil, ScaleRule::kMxEven}) {
-    const Quantizer rule = mx_rule(scale_rule);
-    Packed out(32, 320, 32);
-    std::vector<std::uint8_t> mantissas(32 * 3);
+    const Quantizer rule = macro_rule(scale_rule);
+    Packed out(32, 320, rule);
     std::vector<float> values(x.size());
-    quantize_macro({.x = matrix(x, 32, 320),
-                    .rule = rule,
-                    .out = out.view(),
-                    .mantissas = matrix(mantissas, 32, 3),
-                    .values = matrix(values, 32, 320)});
+    std::vector<Bf16> rounded(x.size()), own(x);
+    quantize({.x = matrix(x, 32, 320), .rule = rule, .out = out.view()});
+    dequantize({.codes = out.view(),
+                .rule = rule,
+                .bf16 = matrix(rounded, 32, 320),
+                .f32 = matrix(values, 32, 320)});
+    guide({.x = matrix(own, 32, 320), .rule = rule, .out = matrix(own, 32, 320)});
+    EXPECT_EQ(own, rounded);  // the trainer's operand is the rollout's
     double lost = 0;
     for (std::size_t i = 0; i < x.size(); ++i) {
       const std::size_t row = i / 320, col = i % 320;
-      const double m = 1.0 + mantissas[row * 3 + col / 128] / 256.0;
+      const double m = 1.0 + out.mantissas[row * 3 + col / 128] / 256.0;
       const auto code = static_cast<E2m1>(
           out.code(static_cast<std::int64_t>(row), static_cast<std::int64_t>(col)));
       const double worth =
           static_cast<double>(to_float(code)) * std::ldexp(1.0, out.scales[i / 32] - 127) / m;
       ASSERT_EQ(values[i], static_cast<float>(worth));
+      ASSERT_EQ(rounded[i], to_bf16(values[i]));
       const double d = worth - static_cast<double>(to_float(x[i]));
       lost += d * d;
     }
     const double share = scale_rule == ScaleRule::kMxRceil ? 0.9 : 0.97;
-    EXPECT_LT(lost, share * mx_error(matrix(x, 32, 320), rule).total)
-        << static_cast<int>(scale_rule);
+    const MxError without = mx_error(matrix(x, 32, 320), mx_rule(scale_rule));
+    EXPECT_LT(lost, share * without.total) << static_cast<int>(scale_rule);
+    // The decomposition sees the same loss, and less of a bias.
+    const MxError with = mx_error(matrix(x, 32, 320), rule);
+    EXPECT_NEAR(with.total, lost, 1e-6 * lost);
+    EXPECT_NEAR(
+        with.scale + with.dead_zone + with.grid + 2 * with.scale_grid + 2 * with.scale_dead_zone,
+        with.total, 1e-9 * with.total);
+    EXPECT_LT(with.scale, without.scale);
   }
 }
 
@@ -115,21 +126,35 @@ TEST(MacroBlock, RowsThatAreNotFiniteAndZerosAreZero) {
   std::vector<Bf16> x(2 * 128, Bf16{0});
   x[7] = static_cast<Bf16>(std::uint16_t{0x7F80});
   x[9] = to_bf16(1.0f);
-  Packed out(2, 128, 32);
-  std::vector<std::uint8_t> mantissas(2, 9);
-  const MacroArgs args = {.x = matrix(x, 2, 128),
-                          .rule = mx_rule(ScaleRule::kMxRceil),
-                          .out = out.view(),
-                          .mantissas = matrix(mantissas, 2, 1)};
-  quantize_macro(args);
-  EXPECT_EQ(mantissas, (std::vector<std::uint8_t>{0, 0}));
+  Packed out(2, 128, macro_rule(ScaleRule::kMxRceil));
+  const QuantizeArgs args = {
+      .x = matrix(x, 2, 128), .rule = macro_rule(ScaleRule::kMxRceil), .out = out.view()};
+  quantize(args);
+  EXPECT_EQ(out.mantissas, (std::vector<std::uint8_t>{0, 0}));
   for (const std::uint8_t code : out.codes) EXPECT_EQ(code, 0);
-  MacroArgs wrong = args;
+  QuantizeArgs wrong = args;
   wrong.rule = kLockstep;
-  EXPECT_THROW(quantize_macro(wrong), Error);
+  wrong.rule.macro_block = 128;
+  wrong.out.scales.shape[1] = 8;
+  EXPECT_THROW(quantize(wrong), Error);
   wrong = args;
-  wrong.mantissas.shape[1] = 2;
-  EXPECT_THROW(quantize_macro(wrong), Error);
+  wrong.out.mantissas.shape[1] = 2;
+  EXPECT_THROW(quantize(wrong), Error);
+  wrong = args;
+  wrong.rule.macro_block = 48;
+  EXPECT_THROW(quantize(wrong), Error);
+}
+
+TEST(MacroBlock, NothingFollowsARecordOfThem) {
+  std::vector<Bf16> x = random_values(2 * 128, 9, 1);
+  std::vector<std::uint8_t> records(2 * 20);
+  GuideArgs args = {.x = matrix(x, 2, 128),
+                    .rule = macro_rule(ScaleRule::kMxRceil),
+                    .guidance = Guidance::kLsb,
+                    .layout = {Encoding::kLsb, 128, 32, 0},
+                    .records = matrix(records, 2, 20),
+                    .out = matrix(x, 2, 128)};
+  EXPECT_THROW(guide(args), Error);
 }
 
 }  // namespace

@@ -21,6 +21,13 @@ constexpr Quantizer mx_rule(ScaleRule rule) {
   return {.element = Element::kE2m1, .block = 32, .scale = ScaleFormat::kE8m0, .scale_rule = rule};
 }
 
+/// MXFP4 in macro blocks.
+constexpr Quantizer macro_rule(ScaleRule scale_rule) {
+  Quantizer rule = mx_rule(scale_rule);
+  rule.macro_block = 128;
+  return rule;
+}
+
 constexpr Quantizer four_over_six(Quantizer rule, FourOverSix metric) {
   rule.denominator = 256;
   rule.four_over_six = metric;
@@ -54,12 +61,15 @@ struct Packed {
         global(static_cast<std::size_t>(rows), -1.0f),
         bands(rule.scale_rows(rows)),
         code_cols(rule.code_bytes(cols)),
-        scale_cols(rule.scale_cols(cols)) {}
+        scale_cols(rule.scale_cols(cols)),
+        macro_cols(rule.macro_cols(cols)),
+        mantissas(static_cast<std::size_t>(rows * macro_cols), 9) {}
 
   PackedView<std::uint8_t> view() {
     return {matrix(codes, rows, code_cols),
             matrix(scales, bands, scale_cols),
-            {global.data(), {rows}, {1}, {}}};
+            {global.data(), {rows}, {1}, {}},
+            macro_cols > 0 ? matrix(mantissas, rows, macro_cols) : TensorView<std::uint8_t, 2>{}};
   }
   std::uint8_t code(std::int64_t row, std::int64_t col) const {
     return codes[static_cast<std::size_t>((row * cols + col) / 2)] >> (col % 2 * 4) & 15;
@@ -70,6 +80,8 @@ struct Packed {
   std::vector<std::uint8_t> codes, scales;
   std::vector<float> global;
   std::int64_t bands, code_cols, scale_cols;  // rows of scales, bytes of a row of either
+  std::int64_t macro_cols = 0;
+  std::vector<std::uint8_t> mantissas{};
 };
 
 inline float normal(std::uint64_t seed, std::uint64_t i) {

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize_rows.h"
 #include "kernels/exact/residual_row.h"
 
@@ -289,6 +290,46 @@ void residual(const ResidualArgs& args, Stream stream) {
     if (args.x.shape[0] > 0 && args.x.shape[1] > 0) residual_cuda(args, stream);
   } else {
     throw Error("residual: x is on a CUDA device, and this build has no CUDA backend");
+  }
+}
+
+namespace {
+
+std::vector<float> values_of(const PackedView<const std::uint8_t>& codes, const Quantizer& rule,
+                             std::int64_t rows, std::int64_t cols) {
+  std::vector<float> values(static_cast<std::size_t>(rows * cols));
+  dequantize({.codes = codes, .rule = rule, .f32 = {values.data(), {rows, cols}, {cols, 1}}});
+  return values;
+}
+
+}  // namespace
+
+void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
+                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out) {
+  const auto [rows, cols] = x.shape;
+  std::vector<float> rest = values_of(q, rule, rows, cols);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const Bf16* row = x.data + r * x.stride[0];
+    for (std::int64_t c = 0; c < cols; ++c) {
+      float& value = rest[static_cast<std::size_t>(r * cols + c)];
+      value = to_float(row[c]) - value;
+    }
+  }
+  quantize({.x_f32 = {rest.data(), {rows, cols}, {cols, 1}}, .rule = rule, .out = out});
+}
+
+void add_residual(const PackedView<const std::uint8_t>& q,
+                  const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
+                  TensorView<Bf16, 2> out) {
+  const auto [rows, cols] = out.shape;
+  const std::vector<float> main = values_of(q, rule, rows, cols);
+  const std::vector<float> second = values_of(rest, rule, rows, cols);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    Bf16* row = out.data + r * out.stride[0];
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const auto at = static_cast<std::size_t>(r * cols + c);
+      row[c] = to_bf16(main[at] + alpha * second[at]);
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "device/view.h"
 #include "kernels/exact/isa.h"
+#include "numerics/quantizer.h"
 
 namespace lockstep::kernels {
 
@@ -49,6 +50,17 @@ struct ResidualArgs {
 /// on a CUDA device.
 void residual(const ResidualArgs& args, Stream stream = {});
 void residual_on(const ResidualArgs& args, Isa isa);
+
+/// The dense second pass under another rule than NVFP4's, MXFP4 in macro blocks or not: codes of
+/// x - Q(x), true minus quantized, which `rule` quantizes as it did x; `q` holds Q(x). Their values
+/// are added, alpha times.
+void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
+                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out);
+
+/// out = Q(x) + alpha * Q(x - Q(x)) of such codes, in FP32, rounded to BF16.
+void add_residual(const PackedView<const std::uint8_t>& q,
+                  const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
+                  TensorView<Bf16, 2> out);
 
 /// Numbers of its workspace.
 std::int64_t residual_workspace(const ResidualArgs& args);

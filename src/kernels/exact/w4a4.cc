@@ -1,6 +1,7 @@
 #include "kernels/exact/w4a4.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "numerics/e2m1.h"
 #include "numerics/e4m3.h"
 #include "numerics/exponent.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -22,6 +24,7 @@ constexpr std::int32_t kMaxCols = 1 << 16;    // 17 * 2304 * 229,376^2 * (2^16 /
 constexpr std::int64_t kUnitRows = 32;        // unpacked once for all outputs of a unit
 constexpr std::int64_t kGrainMacs = 1 << 19;  // below this a thread is not worth waking
 constexpr std::int64_t kExponentAt = 0;       // of the header, int32 in the host's order
+constexpr std::int64_t kMantissaAt = 4;       // float, less 1: zero under a power of two
 
 [[noreturn]] void fail(std::initializer_list<Piece> message) { throw Error(cat(message)); }
 
@@ -55,10 +58,47 @@ float global_of(const PackedView<const std::uint8_t>& packed, std::int64_t row) 
   return packed.global.data[row * packed.global.stride[0]];
 }
 
+/// A global scale as m 2^n, 1 <= m < 2; one of 0 as m = 0.
+struct Factor {
+  std::int32_t exponent = 0;
+  float mantissa = 1.0f;
+};
+
+Factor factor_of(float global) {
+  if (is_power_of_two(global)) return {exponent_of(global), 1.0f};
+  if (global == 0.0f) return {0, 0.0f};
+  int exponent = 0;
+  const float mantissa = std::frexp(global, &exponent);
+  return {exponent - 1, 2 * mantissa};
+}
+
+Factor factor_of(const PackedView<const std::uint8_t>& packed, const Quantizer& rule,
+                 std::int64_t row) {
+  return factor_of(global_factor(rule, global_of(packed, row)));
+}
+
+/// A CUDA device takes the global scale's exponent for all of it.
+void require_power_of_two(const char* op, const Quantizer& rule) {
+  require(!rule.quantizes() || rule.global_is_power_of_two,
+          {op, ": FP32 global scales are multiplied on the CPU only"});
+}
+
+bool is_scale(float global) { return global >= 0.0f && is_finite(global); }
+
 // ---- Weights ----
 
+/// Whether all that the row's codes are worth is 0, whatever the global scale.
+bool is_zero(const PackedView<const std::uint8_t>& rows, std::int64_t row) {
+  const std::uint8_t* codes = rows.codes.data + row * rows.codes.stride[0];
+  const std::uint8_t* scales = rows.scales.data + row * rows.scales.stride[0];
+  for (std::int64_t i = 0; i < rows.codes.shape[1]; ++i) {
+    if ((codes[i] & 0x77) != 0 && scales[i / (kBlock / 2)] != 0) return false;
+  }
+  return true;
+}
+
 void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-                const PackedView<const std::uint8_t>& rows) {
+                const PackedView<const std::uint8_t>& rows, const Quantizer& rule) {
   check_packed("w4a4_fill", "rows", rows);
   const std::int64_t count = rows.codes.shape[0];
   require(rows.codes.device == weights.device,
@@ -70,12 +110,20 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
       expert >= 0 && expert < weights.experts && first_row >= 0 && first_row + count <= weights.out,
       {"w4a4_fill: expert ", expert, ", rows ", first_row, " to ", first_row + count,
        " do not lie in ", weights.experts, " experts of ", weights.out, " rows"});
-  if (weights.device.kind == Device::Kind::kCuda) return;
+  if (weights.device.kind == Device::Kind::kCuda) return require_power_of_two("w4a4_fill", rule);
+  const auto is_good = [&](float global) {
+    return rule.global_is_power_of_two ? is_power_of_two(global) : is_scale(global);
+  };
   for (std::int64_t r = 0; r < count; ++r) {
-    if (!(is_power_of_two(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0)))
-      fail({"w4a4_fill: the global scale of row ", r,
-            " is not the power of two that the first row has: quantize the matrix under a contract "
-            "with one power-of-two scale a matrix"});
+    if (!(is_good(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0))) {
+      fail({"w4a4_fill: the global scale of row ", r, " is ", global_of(rows, r), ", not ",
+            rule.global_is_power_of_two ? "the one power of two" : "the one finite number",
+            " of the matrix: quantize it under a contract with one scale a matrix"});
+    }
+    // A scale that was never filled in stands there as 0.
+    if (global_of(rows, r) == 0.0f && !is_zero(rows, r)) {
+      fail({"w4a4_fill: the global scale of row ", r, " is 0 beside codes that are not"});
+    }
     const std::uint8_t* s8 = rows.scales.data + r * rows.scales.stride[0];
     for (std::int64_t b = 0; b < rows.scales.shape[1]; ++b) {
       if (!(s8[b] <= kE4m3Max))
@@ -115,17 +163,19 @@ void fill_row(std::uint8_t* tile, std::int32_t lane, std::int32_t blocks, const 
   }
 }
 
-std::int32_t weight_exponent(const W4a4Weights& weights, std::int32_t expert) {
-  std::int32_t n;
-  std::memcpy(&n, weights.expert(expert) + kExponentAt, sizeof n);
-  return n;
+Factor weight_factor(const W4a4Weights& weights, std::int32_t expert) {
+  Factor factor;
+  std::memcpy(&factor.exponent, weights.expert(expert) + kExponentAt, sizeof factor.exponent);
+  std::memcpy(&factor.mantissa, weights.expert(expert) + kMantissaAt, sizeof factor.mantissa);
+  factor.mantissa += 1.0f;  // exact, as the difference was
+  return factor;
 }
 
 }  // namespace
 
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-               const PackedView<const std::uint8_t>& rows, Stream stream) {
-  check_fill(weights, expert, first_row, rows);
+               const PackedView<const std::uint8_t>& rows, Stream stream, const Quantizer& rule) {
+  check_fill(weights, expert, first_row, rows, rule);
   const std::int64_t count = rows.codes.shape[0];
   if (count == 0) return;
   if (weights.device.kind == Device::Kind::kCuda) {
@@ -135,8 +185,10 @@ void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fir
     fail({"w4a4_fill: the weights are on a CUDA device, and this build has no CUDA backend"});
   }
   std::byte* base = weights.expert(expert);
-  const std::int32_t n = exponent_of(global_of(rows, 0));
-  std::memcpy(base + kExponentAt, &n, sizeof n);
+  const Factor factor = factor_of(rows, rule, 0);
+  std::memcpy(base + kExponentAt, &factor.exponent, sizeof factor.exponent);
+  const float less_one = factor.mantissa - 1.0f;
+  std::memcpy(base + kMantissaAt, &less_one, sizeof less_one);
   auto* tiles = reinterpret_cast<std::uint8_t*>(base + W4a4Weights::kHeaderBytes);
   for (std::int64_t r = 0; r < count; ++r) {
     const std::int64_t row = first_row + r;
@@ -213,8 +265,14 @@ void check(const W4a4Args& args, std::int64_t items) {
   check_shapes(args, items);
   require(args.w.device.kind == Device::Kind::kCpu, {"w4a4: a must be on the CPU"});
   for (std::int64_t r = 0; r < args.a.codes.shape[0]; ++r) {
-    if (!(is_power_of_two(global_of(args.a, r))))
-      fail({"w4a4: the global scale of row ", r, " of a is not a power of two"});
+    if (!is_scale(global_of(args.a, r))) {
+      fail({"w4a4: the global scale of row ", r, " of a is ", global_of(args.a, r),
+            ", must be finite"});
+    }
+    if (has_residual(args) && factor_of(args.a, args.rule, r).mantissa != 1.0f) {
+      fail({"w4a4: the global scale of row ", r, " of a is not a power of two, which a residual ",
+            "needs"});
+    }
   }
   check_items("w4a4", items_of(args), items, args.w.experts, args.a.codes.shape[0],
               args.out.shape[0]);
@@ -251,12 +309,14 @@ struct Unpacked {
   std::vector<std::int8_t> a;
   std::vector<BlockInfo> info;
   std::vector<std::int32_t> shift;
+  std::vector<float> factor;  // of what the tile leaves
   std::vector<float*> out;
 
   void resize(std::int64_t rows, std::int64_t parts, std::int64_t blocks) {
     a.resize(static_cast<std::size_t>(rows * parts * blocks * kBlock));
     info.resize(static_cast<std::size_t>(rows * parts * blocks));
     shift.resize(static_cast<std::size_t>(rows));
+    factor.resize(static_cast<std::size_t>(rows));
     out.resize(static_cast<std::size_t>(rows));
   }
 };
@@ -273,7 +333,7 @@ void unpack(const W4a4Args& args, const Unit& unit, const TileBackend& backend, 
   const std::int64_t parts = has_residual(args) ? 2 : 1;
   const std::int64_t blocks = args.w.cols / kBlock;
   into.resize(unit.count, parts, blocks);
-  const std::int32_t n_w = weight_exponent(args.w, unit.expert);
+  const Factor w = weight_factor(args.w, unit.expert);
   for (std::int64_t i = 0; i < unit.count; ++i) {
     const std::int64_t tile = i / kMaxTileRows * kMaxTileRows;
     const std::int64_t rows = std::min<std::int64_t>(kMaxTileRows, unit.count - tile);
@@ -288,9 +348,22 @@ void unpack(const W4a4Args& args, const Unit& unit, const TileBackend& backend, 
       backend.unpack(row);
     }
     const auto at = static_cast<std::size_t>(i);
-    into.shift[at] = exponent_of(global_of(args.a, from)) + n_w -
-                     (parts == 2 ? 22 + args.residual_halvings : 20);
+    const Factor a = factor_of(args.a, args.rule, from);
+    const std::int32_t shift = a.exponent + w.exponent - 20;
+    // Below 2^-254 there is nothing left of any sum, and no pair of factors either.
+    into.shift[at] = std::max(shift - (parts == 2 ? 2 + args.residual_halvings : 0), -254);
+    into.factor[at] = a.mantissa * w.mantissa;
     into.out[at] = args.out.data + items_of(args).to_row(unit.first + i) * args.out.stride[0];
+  }
+}
+
+/// What global scales leave that are no powers of two.
+void scale(const Unpacked& x, std::int64_t first, const Tile& tile) {
+  for (std::int32_t r = 0; r < tile.rows; ++r) {
+    const float factor = x.factor[static_cast<std::size_t>(first + r)];
+    if (factor == 1.0f) continue;
+    float* out = tile.out[r] + tile.column;
+    for (std::int32_t i = 0; i < tile.width; ++i) out[i] *= factor;
   }
 }
 
@@ -314,6 +387,7 @@ void run_unit(const W4a4Args& args, const Unit& unit, const TileBackend& backend
       tile.column = t * kTileOut;
       tile.width = std::min(kTileOut, args.w.out - t * kTileOut);
       backend.multiply(tile, parts);
+      scale(x, r, tile);
     }
   }
 }
@@ -341,6 +415,7 @@ void w4a4(const W4a4Args& args, Stream stream) {
   if constexpr (build::has_cuda) {
     const std::int64_t items = count_items(items_of(args), args.a.codes.shape[0]);
     check_shapes(args, items);
+    require_power_of_two("w4a4", args.rule);
     if (items > 0) w4a4_cuda(args, items, stream);
     return;
   }

@@ -8,6 +8,7 @@
 
 #include "device/view.h"
 #include "kernels/exact/isa.h"
+#include "numerics/quantizer.h"
 
 namespace lockstep::kernels {
 
@@ -41,11 +42,15 @@ struct W4a4Weights {
 /// name stay as they are, so zero the memory once before the first fill. Not for use beside a
 /// product that reads the same expert.
 ///
+/// `rule` says what rows.global holds (Quantizer::stored_global); by default the factor itself, as
+/// under every power of two.
+///
 /// Throws Error if cols is not a multiple of 16, a scale byte is above 0x7E, or the global scale is
-/// not one power of two for all rows: nothing is written then. On a CUDA device the numbers are not
-/// looked at: quantize() wrote them.
+/// not one finite number for all rows: nothing is written then. On a CUDA device the numbers are
+/// not looked at, quantize() wrote them, and the global scale is a power of two.
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-               const PackedView<const std::uint8_t>& rows, Stream stream = {});
+               const PackedView<const std::uint8_t>& rows, Stream stream = {},
+               const Quantizer& rule = {});
 
 /// Reads a row of one expert back as w4a4_fill took it: codes [cols / 2], scales [cols / 16]. On a
 /// CPU.
@@ -53,7 +58,7 @@ void w4a4_read(const W4a4Weights& weights, std::int32_t expert, std::int32_t row
                std::span<std::uint8_t> codes, std::span<std::uint8_t> scales);
 
 struct W4a4Args {
-  // Codes [rows, cols / 2], scales [rows, cols / 16], global 2^n [rows]; from quantize().
+  // Codes [rows, cols / 2], scales [rows, cols / 16], global [rows]; from quantize().
   PackedView<const std::uint8_t> a;
   // Residual compensation: codes of Q(a) - a under 2^(n - 2), of a's shape; from residual(). Its
   // `global` is not read. Empty: none.
@@ -68,16 +73,21 @@ struct W4a4Args {
   TensorView<float, 2> out;                     // [>= items, w.out]; rows no item names stay
   // The residual counts half, so many times: 0, 1 or 2. An alpha of one half is 1.
   std::int32_t residual_halvings = 0;
+  Quantizer rule{};  // of a: what its global holds; by default the factor itself
 };
 
 /// out[to[i]] = a[from[i]] . w[expert of i]:
 ///   ldexpf(RNE_f32(acc), n_a + n_w - 20), or with a residual
 ///   ldexpf(RNE_f32(4 * acc_a - acc_residual), n_a + n_w - 22), and with h halvings
 ///   ldexpf(RNE_f32(2^(2 + h) * acc_a - acc_residual), n_a + n_w - 22 - h).
-/// It rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives +0.
+/// where 2^n is the global scale, or its largest power of two: a scale g = m 2^n that is none
+/// (1 < m < 2) leaves m to two more roundings, out * (m_a * m_w), the product in brackets first.
+/// Under powers of two it rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives
+/// +0.
 ///
-/// Every backend returns the same bytes. On a CUDA device offsets, from and to lie there, and what
-/// stands in them is not looked at. Throws Error naming the argument.
+/// A residual needs a power of two on the activations' side, and a CUDA device on both. Every
+/// backend returns the same bytes. On a CUDA device offsets, from and to lie there, and what stands
+/// in them is not looked at. Throws Error naming the argument.
 void w4a4(const W4a4Args& args, Stream stream = {});
 
 /// The same on a CPU by named instructions, for tests and benchmarks.

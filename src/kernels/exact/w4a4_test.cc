@@ -17,6 +17,7 @@
 #include "numerics/e2m1.h"
 #include "numerics/e4m3.h"
 #include "numerics/exponent.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -146,6 +147,58 @@ TEST_P(W4a4Isa, EqualsTheExactSumForAnyShape) {
             std::to_string(rows) + "x" + std::to_string(cols) + " row " + std::to_string(r));
       }
     }
+  }
+}
+
+/// Global scales that are no powers of two: the exact sum rounded once, then twice more.
+TEST_P(W4a4Isa, Fp32GlobalScalesAreTwoRoundingsBehindTheExactSum) {
+  Packed a = random_packed(9, 128, 70, 0), w = random_packed(33, 128, 71, 0, true);
+  for (std::size_t r = 0; r < a.global.size(); ++r) {
+    a.global[r] = static_cast<float>(1 + word(72, static_cast<std::uint32_t>(r))) * 1.7e-12f;
+  }
+  a.global[3] = 0.25f;  // a power of two beside them
+  a.global[5] = 0.0f;
+  w.global.assign(w.global.size(), 0.0123f);
+  const auto y = product(a, Weights(w).view, GetParam());
+  int exponents[2];
+  const float w_mantissa = 2 * std::frexp(w.global[0], &exponents[1]);
+  for (int r = 0; r < 9; ++r) {
+    Packed plain_a = a, plain_w = w;
+    const auto at = static_cast<std::size_t>(r);
+    const float mantissa = 2 * std::frexp(a.global[at], &exponents[0]);
+    plain_a.global[at] = r == 5 ? 1.0f : std::ldexp(1.0f, exponents[0] - 1);
+    plain_w.global[0] = std::ldexp(1.0f, exponents[1] - 1);
+    for (int j = 0; j < 33; ++j) {
+      const float got = y[at * 33 + static_cast<std::size_t>(j)];
+      const float sum = oracle(plain_a, r, plain_w, j);
+      if (r == 5) {
+        EXPECT_EQ(got, 0.0f);
+        continue;
+      }
+      expect_bits(got, sum * (mantissa * w_mantissa), "row " + std::to_string(r));
+      const double real = static_cast<double>(sum) * static_cast<double>(mantissa) *
+                          static_cast<double>(w_mantissa);
+      EXPECT_NEAR(static_cast<double>(got), real, std::abs(real) * 0x1p-22);
+    }
+  }
+}
+
+/// What a dialect stores beside its codes is read as it means it.
+TEST(W4a4, ReadsTheGlobalScaleThatItsDialectStores) {
+  Packed a = random_packed(4, 64, 80, 0), w = random_packed(16, 64, 81, 0, true);
+  a.global = {3.0f, 5.5f, 0.1f, 700.0f};
+  w.global.assign(16, 11.0f);
+  for (const StoredGlobal stored :
+       {StoredGlobal::kDecode, StoredGlobal::kEncode, StoredGlobal::kAmax}) {
+    const Quantizer rule = {.stored_global = stored};
+    Weights weights(1, 16, 64);
+    w4a4_fill(weights.view, 0, 0, w.view(), {}, rule);
+    std::vector<float> y(4 * 16);
+    w4a4({.a = a.view(), .w = weights.view, .out = {y.data(), {4, 16}, {16, 1}}, .rule = rule});
+    Packed factors_a = a, factors_w = w;
+    for (float& g : factors_a.global) g = global_factor(rule, g);
+    for (float& g : factors_w.global) g = global_factor(rule, g);
+    EXPECT_EQ(y, product(factors_a, Weights(factors_w).view, best_isa()));
   }
 }
 
@@ -341,6 +394,31 @@ TEST(W4a4, GateAndUpShareAMatrix_RefillKeepsTheRest) {
   }
 }
 
+/// Rows of experts that nobody filled and no item names are not read, whatever lies there.
+TEST(W4a4, R31_ExpertsWithoutItemsAreNotRead) {
+  const Packed w = random_packed(32, 64, 90, 3, true), a = random_packed(6, 64, 91, 3);
+  const std::vector<std::int32_t> offsets = {0, 0, 0, 4, 6, 6};  // of the first two and the last
+  std::vector<float> clean;
+  for (const int poison : {0x00, 0xFF, 0x7F}) {
+    Weights weights(5, 32, 64);
+    std::memset(weights.view.data, poison,
+                static_cast<std::size_t>(5 * W4a4Weights::expert_bytes(32, 64)));
+    for (const int expert : {2, 3}) {
+      std::memset(weights.view.expert(expert), 0,
+                  static_cast<std::size_t>(W4a4Weights::expert_bytes(32, 64)));
+      w4a4_fill(weights.view, expert, 0, w.view());
+    }
+    std::vector<float> y(6 * 32);
+    w4a4({.a = a.view(),
+          .w = weights.view,
+          .offsets = {offsets.data(), {6}, {1}},
+          .out = {y.data(), {6, 32}, {32, 1}}});
+    if (clean.empty()) clean = y;
+    EXPECT_EQ(y, clean) << poison;
+    for (const float value : y) EXPECT_TRUE(std::isfinite(value));
+  }
+}
+
 template <typename Body>
 std::string message_of(Body body) {
   try {
@@ -368,6 +446,9 @@ TEST(W4a4, NamesWhatIsWrong) {
             std::string::npos);
   Packed a = random_packed(2, 32, 61, 0);
   a.global[1] = 0.3f;
+  EXPECT_NE(message_of([&] { product(a, weights.view, Isa::kPortable, &a); }).find("row 1 of a"),
+            std::string::npos);
+  a.global[1] = std::numeric_limits<float>::infinity();
   EXPECT_NE(message_of([&] { product(a, weights.view, Isa::kPortable); }).find("row 1 of a"),
             std::string::npos);
   const Packed narrow = random_packed(2, 16, 62, 0);
