@@ -26,7 +26,7 @@ def test_R92_R93_a_runs_gap_is_split_by_replaying_a_batch_on_both_sides(tmp_path
         assert word in done.stdout, done.stdout
     out = json.loads((run / "decomposition.json").read_text())
     parts = {k.split("/")[-1]: v for k, v in out["metrics"].items() if "/decomposition/" in k}
-    assert set(parts) == {"engine", "routing", "weights", "activations", "k", "v", "kv", "all"}
+    assert set(parts) == {"engine", "routing", "weights", "activations", "experts", "k", "v", "kv", "all"}
     assert all(0 < value < 0.1 for value in parts.values())  # which is larger, a few tokens decide
     assert any(k.startswith("fp4/decomposition_routes/") for k in out["metrics"])
     assert len(out["places"]["places"]) == 18
