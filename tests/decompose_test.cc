@@ -4,24 +4,18 @@
 
 #include <map>
 
-#include "model/checkpoint.h"
+#include "tiny_fixture.h"
 
 namespace lockstep::instruments {
 namespace {
 
-class Decompose : public ::testing::Test {
+class Decompose : public TinyFixture {
  protected:
-  Decompose() : checkpoint_("models/tiny-moe") {
-    agreement_.model = checkpoint_.config();
-    agreement_.contract = contracts::lockstep(agreement_.model.num_layers);
-    std::vector<Token> text;
-    for (const char c : std::string("37*46=37*40=1480;37*6=222;1480+222=1702")) text.push_back(c);
-    agreement_.contract.kv_exponents =
-        rollout::calibrate_kv(agreement_.model, checkpoint_, {&text, 1});
+  Decompose() {
     agreement_.guide.replay_experts = true;
     Trajectory t;
-    t.tokens = text;
-    t.response_mask.assign(text.size(), 1);
+    t.tokens = text_;
+    t.response_mask.assign(text_.size(), 1);
     t.response_mask[0] = 0;
     batch_ = {t};
   }
@@ -36,8 +30,6 @@ class Decompose : public ::testing::Test {
     return by_name;
   }
 
-  CheckpointSource checkpoint_;
-  Agreement agreement_;
   train::Qat qat_;
   rollout::Options rollout_;
   std::vector<Trajectory> batch_;

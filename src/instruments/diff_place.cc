@@ -45,12 +45,27 @@ struct Coded {
   PackedView<std::uint8_t> view;
 };
 
-/// Sums over one row; rows are added in order, so that threads change no bit.
-struct RowSums {
+/// Sums over a row, over many; rows are added in order, so that threads change no bit.
+struct Sums {
   double a = 0, difference = 0;  // squares
   std::int64_t differ = 0, up = 0, down = 0, dead = 0, dead_flips = 0, clipped = 0;
   double boundary = 0, boundary_flips = 0;
   std::int64_t on_grid = 0, flips_on_grid = 0;
+
+  void add(const Sums& other) {
+    a += other.a;
+    difference += other.difference;
+    differ += other.differ;
+    up += other.up;
+    down += other.down;
+    dead += other.dead;
+    dead_flips += other.dead_flips;
+    clipped += other.clipped;
+    boundary += other.boundary;
+    boundary_flips += other.boundary_flips;
+    on_grid += other.on_grid;
+    flips_on_grid += other.flips_on_grid;
+  }
 };
 
 struct LeftSums {
@@ -93,9 +108,8 @@ class Chunk {
 
   void run(PlaceDiff& sum, std::vector<double>& drift);
 
-  double a_squares = 0, difference_squares = 0, rollout_squares = 0;
-  double boundary = 0, boundary_flips = 0;
-  std::int64_t on_grid = 0, flips_on_grid = 0;
+  Sums sums{};
+  double rollout_squares = 0;
   std::array<double, kModes.size()> left_squares{};
 
  private:
@@ -109,7 +123,7 @@ class Chunk {
   }
   std::int64_t quantize(TensorView<const Bf16, 2> x, Coded& out) const;
   std::vector<std::uint8_t> records(const RowLayout& layout) const;
-  RowSums compare_row(std::int64_t row) const;
+  Sums compare_row(std::int64_t row) const;
   void compare(PlaceDiff& sum, std::vector<double>& drift);
   void guide(std::size_t mode, PlaceDiff& sum);
   void audit(PlaceDiff& sum) const;
@@ -150,8 +164,8 @@ std::vector<std::uint8_t> Chunk::records(const RowLayout& layout) const {
   return records;
 }
 
-RowSums Chunk::compare_row(std::int64_t row) const {
-  RowSums sums;
+Sums Chunk::compare_row(std::int64_t row) const {
+  Sums sums;
   const Bf16* a = args_.a.data() + (first_ + row) * width_;
   const Bf16* b = args_.b.data() + (first_ + row) * width_;
   const std::int64_t blocks = args_.rule.scale_cols(width_);
@@ -188,16 +202,15 @@ RowSums Chunk::compare_row(std::int64_t row) const {
 }
 
 void Chunk::compare(PlaceDiff& sum, std::vector<double>& drift) {
-  std::vector<RowSums> all(static_cast<std::size_t>(rows_));
+  std::vector<Sums> all(static_cast<std::size_t>(rows_));
   parallel_for(rows_, kGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       all[static_cast<std::size_t>(row)] = compare_row(row);
     }
   });
   for (std::int64_t row = 0; row < rows_; ++row) {
-    const RowSums& s = all[static_cast<std::size_t>(row)];
-    a_squares += s.a;
-    difference_squares += s.difference;
+    const Sums& s = all[static_cast<std::size_t>(row)];
+    sums.add(s);
     // A row of zeros that did not stay one has drifted by all that there is.
     const double own = s.difference == 0.0 ? 0.0 : s.a == 0.0 ? 1.0 : std::sqrt(s.difference / s.a);
     drift[static_cast<std::size_t>(first_ + row)] = own;
@@ -205,16 +218,6 @@ void Chunk::compare(PlaceDiff& sum, std::vector<double>& drift) {
       sum.worst = own;
       sum.worst_row = first_ + row;
     }
-    sum.differ += s.differ;
-    sum.up += s.up;
-    sum.down += s.down;
-    sum.dead += s.dead;
-    sum.dead_flips += s.dead_flips;
-    sum.clipped += s.clipped;
-    boundary += s.boundary;
-    boundary_flips += s.boundary_flips;
-    on_grid += s.on_grid;
-    flips_on_grid += s.flips_on_grid;
     if (args_.rule.global != GlobalScale::kPerToken) continue;
     const auto at = static_cast<std::size_t>(row);
     sum.exponent_flips += a_.global[at] != b_.global[at];
@@ -286,24 +289,26 @@ PlaceDiff compare_place(const PlaceArgs& args, std::vector<double>& drift) {
   const std::int64_t step = std::max<std::int64_t>(kChunkElements / args.width, 1);
   PlaceDiff sum{.place = args.place, .width = args.width};
   drift.assign(static_cast<std::size_t>(rows), 0.0);
-  double a = 0, difference = 0, rollout = 0, boundary = 0, boundary_flips = 0;
-  std::int64_t on_grid = 0, flips_on_grid = 0;
+  Sums all;
+  double rollout = 0;
   std::array<double, kModes.size()> left{};
   for (std::int64_t first = 0; first < rows; first += step) {
     Chunk chunk(args, first, std::min(step, rows - first));
     chunk.run(sum, drift);
-    a += chunk.a_squares;
-    difference += chunk.difference_squares;
+    all.add(chunk.sums);
     rollout += chunk.rollout_squares;
-    boundary += chunk.boundary;
-    boundary_flips += chunk.boundary_flips;
-    on_grid += chunk.on_grid;
-    flips_on_grid += chunk.flips_on_grid;
     for (std::size_t mode = 0; mode < left.size(); ++mode) left[mode] += chunk.left_squares[mode];
   }
-  sum.drift = difference > 0.0 && a == 0.0 ? 1.0 : std::sqrt(quotient(difference, a));
-  sum.boundary = quotient(boundary, static_cast<double>(on_grid));
-  sum.boundary_flips = quotient(boundary_flips, static_cast<double>(flips_on_grid));
+  sum.differ = all.differ;
+  sum.up = all.up;
+  sum.down = all.down;
+  sum.dead = all.dead;
+  sum.dead_flips = all.dead_flips;
+  sum.clipped = all.clipped;
+  sum.drift =
+      all.difference > 0.0 && all.a == 0.0 ? 1.0 : std::sqrt(quotient(all.difference, all.a));
+  sum.boundary = quotient(all.boundary, static_cast<double>(all.on_grid));
+  sum.boundary_flips = quotient(all.boundary_flips, static_cast<double>(all.flips_on_grid));
   for (std::size_t mode = 0; mode < left.size(); ++mode) {
     sum.left[mode].l2 = std::sqrt(quotient(left[mode], rollout));
   }

@@ -17,35 +17,15 @@
 #include "model/names.h"
 #include "numerics/bf16.h"
 #include "sync/h_scale.h"
+#include "sync/testing.h"
 
 namespace lockstep::sync {
 namespace {
 
-constexpr ModelConfig kModel = {.num_layers = 2,
-                                .hidden = 32,
-                                .expert_width = 16,
-                                .num_experts = 3,
-                                .experts_per_token = 2,
-                                .num_heads = 2,
-                                .num_kv_heads = 1,
-                                .head_dim = 16,
-                                .vocabulary = 24};
+constexpr ModelConfig kModel = testing::small_model(32);
 
-/// FP32 masters that follow from the weight's place.
-class Masters final : public WeightSource {
- public:
-  void each(const std::function<void(const Weight&)>& visit) const override {
-    float x = 0.25f;
-    for (const WeightId& id : weight_ids(kModel)) {
-      const auto [rows, cols] = weight_shape(kModel, id.role);
-      std::vector<float> values(static_cast<std::size_t>(rows * cols));
-      for (float& value : values) value = scale * std::sin(x += 1.7f);
-      if (poison == id) values[7] = std::numeric_limits<float>::quiet_NaN();
-      visit({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
-    }
-  }
-  float scale = 0.1f;
-  std::optional<WeightId> poison;
+struct Masters : testing::Masters {
+  Masters() : testing::Masters(kModel, 0.1f) {}
 };
 
 /// Holds what it was given; answers with checksums of it.

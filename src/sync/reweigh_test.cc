@@ -5,36 +5,14 @@
 #include <cmath>
 #include <map>
 
-#include "model/names.h"
+#include "sync/testing.h"
 
 namespace lockstep::sync {
 namespace {
 
-constexpr ModelConfig kModel = {.num_layers = 2,
-                                .hidden = 512,
-                                .expert_width = 16,
-                                .num_experts = 3,
-                                .experts_per_token = 2,
-                                .num_heads = 2,
-                                .num_kv_heads = 1,
-                                .head_dim = 16,
-                                .vocabulary = 24};
+const testing::Masters kMasters(testing::small_model(512), 0.5f);
 
 using Values = std::map<WeightId, std::vector<float>>;
-
-/// FP32 masters that follow from the weight's place.
-class Masters final : public WeightSource {
- public:
-  void each(const std::function<void(const Weight&)>& visit) const override {
-    float x = 0.25f;
-    for (const WeightId& id : weight_ids(kModel)) {
-      const auto [rows, cols] = weight_shape(kModel, id.role);
-      std::vector<float> values(static_cast<std::size_t>(rows * cols));
-      for (float& value : values) value = 0.5f * std::sin(x += 1.7f);
-      visit({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
-    }
-  }
-};
 
 Values values(const WeightSource& source) {
   Values all;
@@ -61,13 +39,12 @@ TEST(NoiseSigma, TenStagesOfWhichTheFirstIsQuiet) {
 }
 
 TEST(Noised, NormsGetFreshGaussianNoiseThatNeverPilesUp) {
-  const Masters masters;
-  const Values plain = values(masters);
-  const Noised first(masters, NoiseOn::kNorms, 0.01, 5, WeightVersion{1});
+  const Values plain = values(kMasters);
+  const Noised first(kMasters, NoiseOn::kNorms, 0.01, 5, WeightVersion{1});
   const Values once = values(first);
   EXPECT_EQ(once, values(first));  // added to the masters' own numbers each time
-  const Values next = values(Noised(masters, NoiseOn::kNorms, 0.01, 5, WeightVersion{2}));
-  const Values other = values(Noised(masters, NoiseOn::kNorms, 0.01, 6, WeightVersion{1}));
+  const Values next = values(Noised(kMasters, NoiseOn::kNorms, 0.01, 5, WeightVersion{2}));
+  const Values other = values(Noised(kMasters, NoiseOn::kNorms, 0.01, 6, WeightVersion{1}));
   double sum = 0, square = 0, cross = 0, n = 0;
   for (const auto& [id, before] : plain) {
     const bool noisy = is_vector(id.role) && id.role != WeightId::Role::kQNorm &&
@@ -87,9 +64,8 @@ TEST(Noised, NormsGetFreshGaussianNoiseThatNeverPilesUp) {
 }
 
 TEST(Noised, ExpertsGetNoiseOfTheirOwnSize) {
-  const Masters masters;
-  const Values plain = values(masters);
-  const Values noisy = values(Noised(masters, NoiseOn::kExperts, 0.1, 5, WeightVersion{1}));
+  const Values plain = values(kMasters);
+  const Values noisy = values(Noised(kMasters, NoiseOn::kExperts, 0.1, 5, WeightVersion{1}));
   for (const auto& [id, before] : plain) {
     EXPECT_EQ(noisy.at(id) != before, of_expert(id.role));
     double error = 0, norm = 0;
@@ -103,8 +79,7 @@ TEST(Noised, ExpertsGetNoiseOfTheirOwnSize) {
 }
 
 TEST(Rescaled, DividesWhatTheNormMultiplies) {
-  const Masters masters;
-  const Values plain = values(masters), scaled = values(Rescaled(masters, 1.5));
+  const Values plain = values(kMasters), scaled = values(Rescaled(kMasters, 1.5));
   for (const auto& [id, before] : plain) {
     const auto role = id.role;
     const float factor = role == WeightId::Role::kMlpNorm ? 1.5f
@@ -115,7 +90,7 @@ TEST(Rescaled, DividesWhatTheNormMultiplies) {
       EXPECT_NEAR(scaled.at(id)[i], before[i] * factor, 1e-7) << to_string(id);
     }
   }
-  EXPECT_EQ(values(Rescaled(masters, 1.0)), plain);
+  EXPECT_EQ(values(Rescaled(kMasters, 1.0)), plain);
 }
 
 }  // namespace

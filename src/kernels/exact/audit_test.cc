@@ -12,20 +12,13 @@
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide.h"
 #include "kernels/exact/quantize.h"
+#include "kernels/exact/testing.h"
 
 namespace lockstep::kernels {
 namespace {
 
-constexpr Quantizer kToken = {.element = Element::kE2m1,
-                              .scale = ScaleFormat::kE4m3,
-                              .global = GlobalScale::kPerToken,
-                              .global_is_power_of_two = true};
-
-template <typename T>
-TensorView<T, 2> view(std::vector<std::remove_const_t<T>>& data, std::int64_t rows) {
-  const std::int64_t cols = static_cast<std::int64_t>(data.size()) / rows;
-  return {data.data(), {rows, cols}, {cols, 1}};
-}
+using testing::kToken;
+using testing::view;
 
 struct Case {
   std::int64_t rows;

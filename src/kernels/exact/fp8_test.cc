@@ -156,7 +156,9 @@ TEST(Fp8, BlocksOfRowsEndWhereTheMatrixEnds) {
 TEST(Fp8, EveryValueIsABf16Number) {
   for (int byte = 0; byte <= most_scale_byte(kMxfp8); ++byte) {
     const float scale = mx_value(kMxfp8, static_cast<std::uint8_t>(byte));
-    if (byte < 3) { EXPECT_EQ(scale, 0.0f); }
+    if (byte < 3) {
+      EXPECT_EQ(scale, 0.0f);
+    }
     for (int code = 0; code <= 126; ++code) {
       const float value = to_float(static_cast<E4m3>(static_cast<std::uint8_t>(code))) * scale;
       ASSERT_EQ(to_float(to_bf16(value)), value) << byte << " " << code;

@@ -11,21 +11,14 @@
 #include "base/error.h"
 #include "base/philox.h"
 #include "kernels/exact/quantize.h"
+#include "kernels/exact/testing.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
 
-constexpr Quantizer kRule = {.element = Element::kE2m1,
-                             .scale = ScaleFormat::kE4m3,
-                             .global = GlobalScale::kPerToken,
-                             .global_is_power_of_two = true};
-
-template <typename T>
-TensorView<T, 2> view(std::vector<std::remove_const_t<T>>& data, std::int64_t rows) {
-  const std::int64_t cols = static_cast<std::int64_t>(data.size()) / rows;
-  return {data.data(), {rows, cols}, {cols, 1}};
-}
+constexpr Quantizer kRule = testing::kToken;
+using testing::view;
 
 struct Packed {
   std::int64_t rows;
@@ -38,8 +31,8 @@ struct Packed {
         scales(static_cast<std::size_t>(r * c / 16), 0xEE),
         global(static_cast<std::size_t>(r)) {}
   PackedView<std::uint8_t> view() {
-    return {kernels::view<std::uint8_t>(codes, rows),
-            kernels::view<std::uint8_t>(scales, rows),
+    return {testing::view<std::uint8_t>(codes, rows),
+            testing::view<std::uint8_t>(scales, rows),
             {global.data(), {rows}, {1}}};
   }
   double value(std::int64_t row, std::int64_t cols, std::int64_t c) const {
@@ -96,13 +89,13 @@ struct Case {
   }
 };
 
-class ResidualIsa : public testing::TestWithParam<Isa> {
+class ResidualIsa : public ::testing::TestWithParam<Isa> {
  protected:
   void SetUp() override {
     if (!has_isa(GetParam())) GTEST_SKIP() << "this machine does not have these instructions";
   }
 };
-INSTANTIATE_TEST_SUITE_P(Isas, ResidualIsa, testing::ValuesIn(kAllIsas));
+INSTANTIATE_TEST_SUITE_P(Isas, ResidualIsa, ::testing::ValuesIn(kAllIsas));
 
 TEST_P(ResidualIsa, EqualsAnIndependentReading) {
   for (const ResidualChoice choice :
