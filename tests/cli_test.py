@@ -267,6 +267,62 @@ def test_run_directory_without_its_recipe(tmp_path):
     assert train(tmp_path).returncode == 0
 
 
+# --- files and folders of every kind --------------------------------------------------------------
+
+def test_streams_that_are_closed_are_no_files_of_the_run(tmp_path):
+    """A file opened while 2 is closed must not take that number, and every message with it."""
+    def close():
+        for stream in range(3):
+            os.close(stream)
+    env = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+    done = subprocess.run([PROGRAM, "train", ROOT / "recipes/demo.toml", *SMALL, "--run",
+                           tmp_path / "run"], env=env, preexec_fn=close, timeout=300)
+    assert done.returncode == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_recipe_is_a_regular_file(tmp_path):
+    """Read twice, a pipe is empty, and all keys would have their defaults."""
+    os.mkfifo(tmp_path / "pipe")
+    refused(lockstep("train", tmp_path / "pipe"), 2, "pipe", "no regular file")
+    refused(lockstep("verify", "/dev/null"), 2, "/dev/null", "no regular file")
+
+
+def test_a_folder_that_is_gone(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run([ROOT / "lockstep", "doctor"], text=True, capture_output=True, timeout=300,
+                          preexec_fn=lambda: (os.chdir(gone), gone.rmdir()))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("lockstep: the folder that you call from is gone")
+
+
+def test_links_that_lead_in_circles(tmp_path, model):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("model.safetensors")
+    refused(lockstep("inspect", model), 1, "model.safetensors", "symbolic links")
+
+
+def test_more_than_the_machine_has(tmp_path):
+    refused(train(tmp_path, "rollout.cache=9007199254740991"), 1, "rollout.cache", "lower it")
+    refused(lockstep("eval", MODEL, "--samples", 2000000000), 2, "--samples", "16382")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_arm_of_the_demo_is_read_before_the_first_runs(tmp_path):
+    for arms, words in [("bf16,trase", ["trase", "trace"]), ("bf16,bf16", ["bf16 twice"])]:
+        refused(lockstep("demo", "--arms", arms, "--run", tmp_path / "run"), 2, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_calibrated_does_not_hinder_going_on(tmp_path):
+    static = ["arm=quads", "residual.scope=static", "contract.four_over_six=mse"]
+    assert train(tmp_path, *static).returncode == 0
+    more = train(tmp_path, *static, "schedule.steps=3")
+    assert more.returncode == 0 and "step 3/3" in more.stderr, more.stderr
+
+
 # --- disk and resume ------------------------------------------------------------------------------
 
 def test_no_room_for_the_checkpoints(tmp_path):
@@ -321,6 +377,19 @@ def test_finished_run_stays_as_it_is(tmp_path):
 # --- sft ------------------------------------------------------------------------------------------
 
 SFT = ["steps=2", "batch=2", "eval_prompts=0"]
+
+
+def test_sft_asks_for_room_before_it_learns(tmp_path):
+    """Not after hours."""
+    config = json.loads((MODEL / "config.json").read_text())
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config |= {"hidden_size": 1 << 20, "num_hidden_layers": 128, "num_experts": 1 << 15,
+               "head_dim": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    refused(lockstep("sft", ROOT / "recipes/tiny_sft.toml", *SFT, "fresh=true", f"model={model}",
+                     "--out", tmp_path / "out"), 1, "the model takes", "--out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_sft_overwrites_only_its_own(tmp_path):

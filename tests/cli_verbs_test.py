@@ -349,6 +349,29 @@ def test_eval_refuses_what_cannot_be(tmp_path):
     refused("eval", "--top-p", 2, "--n", 1, rc=2, named="--top-p: 2")
 
 
+# --- what verbs write ---------------------------------------------------------------------------------
+
+
+def test_an_output_is_a_file_a_stream_or_refused(tmp_path):
+    """Not what a rename would put in the place of a device, a link or an input."""
+    dump = tmp_path / "a.safetensors"
+    text = {"layers.0.k": {"dtype": "BF16", "shape": [1, 16], "data_offsets": [0, 32]}}
+    header = json.dumps(text).encode()
+    dump.write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
+    whole = dump.read_bytes()
+    refused("diff", dump, dump, "--json", tmp_path, rc=1, named="it is a folder")
+    refused("diff", dump, dump, "--json", dump, rc=2, named=["--json", "is read as well"])
+    assert dump.read_bytes() == whole
+    shown = run("diff", dump, dump, "--json", "/dev/stdout").stdout
+    assert json.loads(shown[:shown.rindex("}") + 1])["contract"] == "lockstep"
+    (tmp_path / "link").symlink_to(tmp_path / "there.json")
+    (tmp_path / "there.json").write_text("{}")
+    run("diff", dump, dump, "--json", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there.json").stat().st_size > 100
+    refused("decompose", "--json", tmp_path, rc=1, named="it is a folder")  # before it computes
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "link", "there.json"]
+
+
 # --- inspect ---------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,15 @@ def test_arm_that_stops_does_not_end_the_comparison(tmp_path):
     assert done.returncode == 1
     assert "naive, seed 1 stopped" in done.stderr.splitlines()[-1]
     assert list(json.loads((tmp_path / "run/summary.json").read_text())["arms"]) == ["scale"]
+    again = [*compare(tmp_path), "--seeds", "1", "--arms", "scale", "schedule.steps=1"]
+    with open(tmp_path / "run/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run(again)
+    assert done.returncode == 1 and "another process is at work in" in done.stderr.splitlines()[-1]
+    # A run that has ended and cannot be read is not passed over in silence.
+    (tmp_path / "run/scale/seed_1/metrics.jsonl").write_text("junk")
+    done = run(again)
+    assert done.returncode == 1 and "scale is left out" in done.stderr.splitlines()[-1]
 
 
 def test_train_takes_a_variant(tmp_path):

@@ -1,17 +1,19 @@
 // Arms side by side: each arm under each seed is a run of its own, in NAME/ARM/seed_N.
 #include "recipe/compare.h"
 
-#include <unistd.h>
+#include <fcntl.h>
+#include <sys/file.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
-#include <csignal>
 #include <cstdio>
-#include <optional>
+#include <system_error>
 
 #include "base/text.h"
 #include "cli/arms.h"
 #include "cli/columns.h"
+#include "cli/interrupt.h"
 #include "cli/log.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
@@ -31,13 +33,6 @@ struct Cell {
   double full_code_bytes = 0;
   bool ended = false;
 };
-
-/// Whoever interrupts is told that nothing is lost.
-extern "C" void interrupted(int) {
-  constexpr char kText[] = "\nlockstep: interrupted; the same command goes on from here\n";
-  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kText, sizeof kText - 1);
-  ::_exit(130);
-}
 
 /// Refuses what could not run, and a folder in which a run of another recipe lies.
 void check(Cell& cell) {
@@ -117,8 +112,25 @@ std::vector<std::string> run_all(const std::vector<Cell>& cells) {
   return stopped;
 }
 
+/// One process at a time: two would take the runs from each other. Held until the program ends.
+void lock(const fs::path& root) {
+  std::error_code error;
+  fs::create_directories(root, error);
+  const fs::path file = root / ".lock";  // which no label is
+  const int descriptor = error ? -1 : ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  if (descriptor < 0) {
+    const std::string why = error ? error.message() : std::generic_category().message(errno);
+    throw Error(cat({"cannot make the run directory ", root.string(), ": ", why}));
+  }
+  if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0) return;
+  throw Error(cat({"another process is at work in ", root.string(),
+                   "; wait for it, or give this comparison another --run"}));
+}
+
+/// A run that has ended and cannot be read is told of in `stopped`.
 std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
-                                 const std::vector<Cell>& cells) {
+                                 const std::vector<Cell>& cells,
+                                 std::vector<std::string>& stopped) {
   std::vector<ArmFigures> arms;
   for (const std::string& arm : comparison.arms) {
     std::vector<instruments::RunData> runs;
@@ -127,8 +139,9 @@ std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
       if (cell.arm != arm || !fs::exists(cell.folder / "metrics.jsonl")) continue;
       try {
         runs.push_back(read_shown(cell.folder));
-      } catch (const Error&) {
-        continue;  // it stopped in its first step
+      } catch (const Error& error) {
+        if (cell.ended) stopped.push_back(cat({arm, " is left out: ", error.what()}));
+        continue;  // or it stopped in its first step, and said so
       }
       if (!has_ended(cell.folder, cell.recipe.schedule.steps)) runs.back().verdict = "bad: stopped";
       full = cell.full_code_bytes;
@@ -172,11 +185,11 @@ int compare(const CompareArgs& args) {
             first.schedule.steps, " steps of ", first.schedule.prompts_per_step, " prompts x ",
             first.schedule.samples_per_prompt, " samples on ", first.model, ", in ",
             root.string()}));
-  std::signal(SIGINT, interrupted);
-  std::signal(SIGTERM, interrupted);
-  const std::vector<std::string> stopped = run_all(cells);
+  on_interrupt_say("the same command goes on from here");
+  lock(root);
+  std::vector<std::string> stopped = run_all(cells);
 
-  const std::vector<ArmFigures> arms = read_all(comparison, cells);
+  const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped);
   if (arms.empty()) throw Error("no run has done a step: " + stopped.front());
   const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, first.rollout.drift, took, true);

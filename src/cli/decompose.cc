@@ -4,10 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/interrupt.h"
 #include "cli/lines_out.h"
 #include "cli/log.h"
 #include "cli/subject.h"
@@ -21,11 +24,22 @@ namespace {
 namespace fs = std::filesystem;
 using instruments::PartGap;
 
-/// A folder that goes again.
+/// A folder that goes again, interrupted or not.
 class Scratch {
  public:
-  Scratch() : path_(fs::temp_directory_path() / cat({"lockstep_decompose_", ::getpid()})) {
-    fs::create_directories(path_);
+  Scratch() {
+    std::error_code error;
+    path_ = fs::temp_directory_path(error) / cat({"lockstep_decompose_", ::getpid()});
+    if (!error) fs::create_directories(path_, error);
+    if (error) {
+      throw Error(cat({"no folder for what is compared (", path_.string(), ": ", error.message(),
+                       "); set TMPDIR to one that can be written, or say --no-places"}));
+    }
+    gone_.emplace_back(path_.string());
+    for (const char* name :
+         {"answers.jsonl", "rollout.safetensors", "replayed.safetensors", "trainer.safetensors"}) {
+      gone_.emplace_back(file(name));
+    }
   }
   ~Scratch() {
     std::error_code ignored;
@@ -37,6 +51,7 @@ class Scratch {
 
  private:
   fs::path path_;
+  std::deque<GoneOnInterrupt> gone_{};
 };
 
 std::string place_of(const PartGap& gap) {
@@ -96,6 +111,9 @@ int decompose(const DecomposeArgs& args) {
   if (args.prompts < 1) throw Usage(cat({"--n is ", args.prompts, "; take 1 or more"}));
   if (args.samples < 1) throw Usage(cat({"--samples is ", args.samples, "; take 1 or more"}));
   const Subject subject = open_subject(args.subject, args.assignments, args.model);
+  if (!args.json.empty()) check_output(args.json, "--json", {args.subject, args.model});
+  std::optional<Scratch> scratch;  // before anything takes long
+  if (args.places) scratch.emplace();
   const std::vector<data::Prompt> prompts = subject.task->evaluation(args.prompts);
   const std::vector<Trajectory> batch = rolled(args, subject, prompts);
   info(cat({batch.size(), " answers to ", prompts.size(), " prompts of evaluation, ",
@@ -120,19 +138,18 @@ int decompose(const DecomposeArgs& args) {
   out["metrics"] = nlohmann::json::object();
   for (const auto& [name, value] : instruments::metrics_of(gaps)) out["metrics"][name] = value;
   if (args.places) {
-    const Scratch scratch;
-    LinesOut answers(scratch.file("answers.jsonl"));
+    LinesOut answers(scratch->file("answers.jsonl"));
     for (std::size_t i = 0; i < batch.size(); ++i) {
       answers.line(
           answer_line(subject, prompts[i / static_cast<std::size_t>(args.samples)], batch[i], 0));
     }
     answers.commit();
-    const instruments::Diff replayed = places(args, subject, scratch, true);
+    const instruments::Diff replayed = places(args, subject, *scratch, true);
     print("\nThe trainer as its arm has it, against the rollout:\n\n" +
           instruments::to_text(replayed));
     out["places"] = nlohmann::json::parse(instruments::to_json(replayed));
     if (subject.agreement.guide.replay_experts && !subject.agreement.guide.sites.has(Site::kW2In)) {
-      const instruments::Diff alone = places(args, subject, scratch, false);
+      const instruments::Diff alone = places(args, subject, *scratch, false);
       print("\nRoutes with replay off:\n\n" + instruments::routes_to_text(alone));
       for (const instruments::RouteDiff& r : alone.routes) {
         out["metrics"][cat({"fp4/decomposition_routes/mismatch_frac/layer_", r.layer.value})] =

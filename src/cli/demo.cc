@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "base/text.h"
 #include "cli/arms.h"
@@ -91,6 +90,9 @@ int demo(const DemoArgs& args) {
   if (!chosen) names = {"bf16", "naive", "trace"};
   // Before the first of them runs, and before what an earlier demo left is cleared away.
   for (const std::string& name : names) {
+    if (std::count(names.begin(), names.end(), name) > 1) {
+      throw Usage(cat({"--arms has ", name, " twice; an arm runs once"}));
+    }
     checked_arm(recipe_of(args, name), open_policy(recipe.model, false).config);
   }
   std::vector<ArmFigures> arms;
@@ -106,17 +108,16 @@ int demo(const DemoArgs& args) {
 
   const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, recipe.rollout.drift, took, false);
-  std::printf("\nFirst and last %zu steps:\n\n%s\n%s\n", kSpan, demo_table(arms).c_str(),
-              closing(arms).c_str());
-  std::printf(
-      "dlogp is the trainer's log-prob of a sampled token minus the rollout's; README.md "
-      "says what each column means.\n");
-  std::printf("Drift: %s, in every arm.\n", drift_text(recipe.rollout.drift).c_str());
-  std::printf("Time: %.0f s installing, %.0f s building, %.0f s running.\n",
-              seconds_of("LOCKSTEP_WALL_INSTALL"), seconds_of("LOCKSTEP_WALL_BUILD"), took);
-  std::printf("Figures: %s\n", (root / "summary.json").c_str());
+  print(cat(
+      {"\nFirst and last ", kSpan, " steps:\n\n", demo_table(arms), "\n", closing(arms),
+       "\ndlogp is the trainer's log-prob of a sampled token minus the rollout's; README.md says "
+       "what each column means.\nDrift: ",
+       drift_text(recipe.rollout.drift),
+       ", in every arm.\nTime: ", fixed(seconds_of("LOCKSTEP_WALL_INSTALL"), 0), " s installing, ",
+       fixed(seconds_of("LOCKSTEP_WALL_BUILD"), 0), " s building, ", fixed(took, 0),
+       " s running.\nFigures: ", (root / "summary.json").string(), "\n"}));
   report({.runs = {root.string()}, .out = "", .figures = ""});
-  std::printf(
+  print(
       "Next:    ./lockstep demo recipes/demo_tis.toml --run demo_tis   "
       "(the same with importance sampling, cap 5)\n");
   return 0;

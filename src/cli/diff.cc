@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/lines_out.h"
 #include "cli/verbs.h"
 #include "model/json.h"
 #include "recipe/arm.h"
@@ -35,6 +36,7 @@ void put_rules(const DiffArgs& args, instruments::DiffOptions& options) {
 int diff(const DiffArgs& args) {
   const instruments::Dump a = instruments::Dump::open(recipe::find(args.a, "the rollout's dump"));
   const instruments::Dump b = instruments::Dump::open(recipe::find(args.b, "the trainer's dump"));
+  if (!args.json.empty()) check_output(args.json, "--json", {args.a, args.b});
   instruments::DiffOptions options = {.contract = args.contract, .tolerance = args.tolerance};
   put_rules(args, options);
   const instruments::Diff found = instruments::diff(a, b, options);

@@ -3,6 +3,7 @@
 
 #include "base/text.h"
 #include "cli/columns.h"
+#include "cli/lines_out.h"
 #include "cli/log.h"
 #include "cli/sequences.h"
 #include "cli/subject.h"
@@ -113,6 +114,8 @@ std::int64_t dump_trainer(const DumpArgs& args, const Subject& subject, Comm& co
 
 int dump(const DumpArgs& args) {
   const Subject subject = open_subject(args.recipe, args.assignments, args.model);
+  check_output(args.out, "--out", {args.score});
+  const GoneOnInterrupt part(destination(args.out).part.string());
   const std::unique_ptr<Comm> comm = Comm::single();
   const std::int64_t rows =
       args.by_trainer ? dump_trainer(args, subject, *comm) : dump_engine(args, subject, *comm);

@@ -23,6 +23,7 @@ bool has_segments(const fs::path& folder) {
 }
 
 bool begins_as_segment(const fs::path& file) {
+  if (!fs::is_regular_file(file)) return false;  // a pipe would be waited for
   std::array<char, 4> magic{};
   std::ifstream in(file, std::ios::binary);
   return in.read(magic.data(), magic.size()) && std::string_view(magic.data(), 4) == "\x89LSS";
@@ -128,6 +129,10 @@ int inspect(const InspectArgs& args) {
     return 0;
   }
   const fs::path path = recipe::find(args.path, "the path");
+  if (!fs::is_directory(path) && !fs::is_regular_file(path)) {
+    throw Usage(
+        cat({path.string(), " is neither a folder nor a regular file; inspect reads those"}));
+  }
   if (args.span.empty() && (!args.place.empty() || args.position >= 0)) {
     throw Usage("--place and --position choose rows of a span; name it with --span");
   }

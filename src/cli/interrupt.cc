@@ -27,11 +27,14 @@ struct Text {
   }
 };
 Text<256> remedy;
-Text<PATH_MAX> part;
+std::array<Text<PATH_MAX>, 8> parts;
 
 /// Calls nothing but what a signal handler may.
 void end(int signal) {
-  if (part.whole) ::unlink(part.bytes.data());
+  for (std::size_t i = parts.size(); i-- > 0;) {
+    if (!parts[i].whole) continue;
+    if (::unlink(parts[i].bytes.data()) != 0) ::rmdir(parts[i].bytes.data());
+  }
   std::array<char, 512> line{};
   std::strcpy(line.data(),
               signal == SIGINT ? "error: interrupted by SIGINT" : "error: interrupted by SIGTERM");
@@ -52,6 +55,13 @@ void catch_interrupts() {
 
 void on_interrupt_say(const std::string& text) { remedy.set("; " + text.substr(0, 200)); }
 
-void on_interrupt_remove(const std::string& path) { part.set(path); }
+GoneOnInterrupt::GoneOnInterrupt(const std::string& path) : slot_(0) {
+  while (slot_ < parts.size() && parts[slot_].whole) ++slot_;
+  if (slot_ < parts.size()) parts[slot_].set(path);
+}
+
+GoneOnInterrupt::~GoneOnInterrupt() {
+  if (slot_ < parts.size()) parts[slot_].whole = false;
+}
 
 }  // namespace lockstep::cli

@@ -3,6 +3,7 @@
 /// when the run goes on.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace lockstep::cli {
@@ -13,7 +14,17 @@ void catch_interrupts();
 /// What the line says after "interrupted"; the text is kept, and cut at 200 bytes.
 void on_interrupt_say(const std::string& remedy);
 
-/// A file that an interrupted program leaves nothing of; one at a time, "" ends it.
-void on_interrupt_remove(const std::string& path);
+/// While it lives, an interrupted program leaves nothing of a file, or of a folder that the younger
+/// ones have emptied. A few at a time; one too many, or a path too long, stays.
+class GoneOnInterrupt {
+ public:
+  explicit GoneOnInterrupt(const std::string& path);
+  ~GoneOnInterrupt();
+  GoneOnInterrupt(const GoneOnInterrupt&) = delete;
+  GoneOnInterrupt& operator=(const GoneOnInterrupt&) = delete;
+
+ private:
+  std::size_t slot_;
+};
 
 }  // namespace lockstep::cli

@@ -2,9 +2,19 @@
 
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
+#include <vector>
+
+#include "cli/interrupt.h"
+#include "model/file.h"
 
 namespace lockstep::cli {
+
+/// Refuses, before anything is computed, an output that cannot be written or is one of `inputs`:
+/// `option` names it. Throws Error or Usage.
+void check_output(const std::string& path, const char* option,
+                  const std::vector<std::string>& inputs);
 
 /// Lines to a file that appears whole, or to stdout as they come.
 class LinesOut {
@@ -24,7 +34,9 @@ class LinesOut {
   std::string where() const;
 
  private:
-  std::filesystem::path path_, part_;
+  std::filesystem::path path_;
+  Destination to_{};
+  std::optional<GoneOnInterrupt> gone_{};
   std::ofstream file_;
 };
 

@@ -1,12 +1,17 @@
 // lockstep VERB ...: reads the command line and calls the verb.
+#include <fcntl.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "base/text.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
@@ -47,6 +52,13 @@ std::function<std::string(const std::string&)> within(double least, double most)
     if (value >= least && value <= most) return "";
     return cat({text, " is not between ", least, " and ", most});
   };
+}
+
+void add_samples(CLI::App* sub, std::int32_t& target) {
+  constexpr double kMost = 16382;  // of a prompt, as schedule.samples
+  sub->add_option("--samples", target, "of each prompt")
+      ->check(within(1, kMost))
+      ->capture_default_str();
 }
 
 /// Which verb was named, with what its options say.
@@ -139,7 +151,7 @@ void add_rollout(CLI::App& app, Chosen& chosen) {
   sub->add_option("--n", args->prompts, "how many of the task's prompts")
       ->check(within(1, 1e9))
       ->capture_default_str();
-  sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
+  add_samples(sub, args->samples);
   add_text(sub, "--prompt", args->prompt, "this text, not the task's prompts");
   sub->add_option("--step", args->step, "the prompts of that step of training, not evaluation's")
       ->check(within(0, 1e15));
@@ -163,7 +175,7 @@ void add_eval(CLI::App& app, Chosen& chosen) {
   sub->add_option("--n", args->prompts,
                   "how many prompts; default: the recipe's eval.prompts; 64 where it has none")
       ->check(within(1, 1e9));
-  sub->add_option("--samples", args->samples, "of each prompt")->capture_default_str();
+  add_samples(sub, args->samples);
   sub->add_flag("--greedy", args->greedy, "the likeliest token each time");
   sub->add_option(
          "--posthoc", args->posthoc,
@@ -258,9 +270,7 @@ void add_decompose(CLI::App& app, Chosen& chosen) {
   sub->add_option("--n", args->prompts, "how many of evaluation's prompts")
       ->check(within(1, 1e9))
       ->capture_default_str();
-  sub->add_option("--samples", args->samples, "of each prompt")
-      ->check(within(1, 1e6))
-      ->capture_default_str();
+  add_samples(sub, args->samples);
   sub->add_flag("--layers", args->layers, "quantize one layer at a time, too");
   sub->add_flag("!--no-places", args->places, "leave out the operands' figures");
   add_text(sub, "--json", args->json,
@@ -348,18 +358,44 @@ int run(int argc, char** argv) {
   return chosen();
 }
 
+/// A file opened while 0, 1 or 2 is closed would take that number, and messages with it. Reading
+/// alone: what is written there still fails.
+void fill_standard_streams() {
+  for (int fd = 0; fd <= 2; ++fd) {
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDONLY);
+  }
+}
+
+/// What a library threw, in words that say what to do.
+std::string said(const std::exception& failed) {
+  const std::string what = failed.what();
+  if (dynamic_cast<const std::bad_alloc*>(&failed) != nullptr ||
+      what.find("can't allocate memory") != std::string::npos) {  // torch's own
+    return "the memory is used up; ./lockstep doctor RECIPE says what a recipe takes: lower "
+           "schedule.prompts or samples, rollout.cache or trainer.tokens_per_pass";
+  }
+  if (const auto* file = dynamic_cast<const std::filesystem::filesystem_error*>(&failed)) {
+    const std::string other = file->path2().empty() ? "" : " (to " + file->path2().string() + ")";
+    return file->path1().string() + other + ": " + file->code().message();
+  }
+  return "a fault of lockstep's own, which stopped it: " + what.substr(0, what.find('\n'));
+}
+
 }  // namespace
 }  // namespace lockstep::cli
 
 int main(int argc, char** argv) {
+  lockstep::cli::fill_standard_streams();
   lockstep::cli::catch_interrupts();
   try {
     return lockstep::cli::run(argc, argv);
   } catch (const lockstep::cli::Usage& wrong) {
     lockstep::cli::error(wrong.what());
     return 2;
-  } catch (const std::exception& failed) {
+  } catch (const lockstep::Error& failed) {
     lockstep::cli::error(failed.what());
-    return 1;
+  } catch (const std::exception& failed) {
+    lockstep::cli::error(lockstep::cli::said(failed));
   }
+  return 1;
 }

@@ -1,6 +1,7 @@
 // What a report shows beyond what lies in run directories: verdicts, contracts, full codes' bytes.
 #include "instruments/report.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -47,7 +48,10 @@ int report(const ReportArgs& args) {
   std::vector<fs::path> folders;
   std::string title;
   for (const std::string& name : args.runs) {
-    folders.push_back(fs::weakly_canonical(find_run(name)));
+    const fs::path folder = fs::weakly_canonical(find_run(name));
+    // The same run twice would pass for two seeds of an arm.
+    if (std::find(folders.begin(), folders.end(), folder) != folders.end()) continue;
+    folders.push_back(folder);
     title += (title.empty() ? "" : ", ") + folders.back().filename().string();
   }
   std::vector<instruments::RunData> runs = instruments::read_runs(folders);

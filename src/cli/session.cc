@@ -103,8 +103,23 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
   return bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
 }
 
+void require_room(const std::filesystem::path& folder, std::int64_t bytes, const char* what,
+                  const char* remedy) {
+  std::error_code error;
+  std::filesystem::path there = std::filesystem::absolute(folder);
+  while (!std::filesystem::exists(there, error) && there.has_relative_path()) {
+    there = there.parent_path();
+  }
+  const auto space = std::filesystem::space(there, error);
+  if (error || static_cast<std::uint64_t>(bytes) <= space.available) return;
+  throw Error(cat({folder.string(), " has room for ",
+                   recipe::bytes_text(static_cast<std::int64_t>(space.available)), ", ", what, " ",
+                   recipe::bytes_text(bytes), "; free some, ", remedy}));
+}
+
 std::filesystem::path run_folder(const std::string& name) {
-  if (name.find('/') != std::string::npos) return name;
+  // x/.. is this folder, whether or not there is an x.
+  if (name.find('/') != std::string::npos) return std::filesystem::path(name).lexically_normal();
   const char* home = std::getenv("LOCKSTEP_HOME");
   return std::filesystem::path(home == nullptr ? "." : home) / "runs" / name;
 }

@@ -44,6 +44,11 @@ std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const da
 /// where the recipe gives none; those then stand in the recipe.
 Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task);
 
+/// Refuses what the disk has no room for, before anything begins: `what` takes `bytes`, `remedy`
+/// is what may be done but to free some. `folder` need not be there. Throws Error.
+void require_room(const std::filesystem::path& folder, std::int64_t bytes, const char* what,
+                  const char* remedy);
+
 /// A name below runs/ of the checkout, or a path where it has a slash.
 std::filesystem::path run_folder(const std::string& name);
 

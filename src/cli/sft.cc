@@ -8,6 +8,7 @@
 #include "cli/session.h"
 #include "cli/verbs.h"
 #include "model/json.h"
+#include "model/names.h"
 #include "step/run_dir.h"
 #include "sync/refit.h"
 #include "train/trainer.h"
@@ -136,6 +137,12 @@ int sft(const SftArgs& args) {
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
   require_ours(out, r);
   const Policy policy = open_policy(r.model, !r.fresh);
+  std::int64_t bytes = 0;
+  for (const WeightId& id : weight_ids(policy.config)) {
+    const auto [rows, cols] = weight_shape(policy.config, id.role);
+    bytes += 2 * rows * cols;
+  }
+  require_room(out, bytes, "the model takes", "or name another folder with --out");
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();
   const Agreement agreement = {
@@ -147,7 +154,7 @@ int sft(const SftArgs& args) {
   load(start, trainer.initial_weights());
 
   // The curve grows as training goes on, beside the folder that appears whole when it has ended.
-  std::filesystem::create_directories(out.parent_path());
+  std::filesystem::create_directories(std::filesystem::absolute(out).parent_path());
   const std::filesystem::path curve_path = out.string() + ".loss.jsonl";
   std::ofstream curve(curve_path);
   if (!curve) throw Error(cat({"cannot write ", curve_path.string()}));

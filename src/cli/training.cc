@@ -18,17 +18,6 @@
 namespace lockstep::cli {
 namespace {
 
-/// Refuses what the disk has no room for before the run begins.
-void check_room(const recipe::Budget& budget, const std::filesystem::path& folder) {
-  std::error_code error;
-  const auto space = std::filesystem::space(folder, error);
-  if (error || static_cast<std::uint64_t>(budget.checkpoints) <= space.available) return;
-  throw Error(cat({folder.string(), " has room for ",
-                   recipe::bytes_text(static_cast<std::int64_t>(space.available)),
-                   ", the checkpoints take ", recipe::bytes_text(budget.checkpoints),
-                   "; free some, lower schedule.keep, or name another run directory"}));
-}
-
 /// Refuses a schedule that the task runs out of prompts in: at the start, not at that step.
 /// And a cache in which the first step's longest prompt has no room for its answer.
 void check_prompts(const data::Task& task, const recipe::Recipe& recipe, const Arm& arm,
@@ -103,7 +92,8 @@ class Training {
       run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
     }
     budget_ = recipe::budget(recipe_, arm, policy_.config);
-    check_room(budget_, run_dir_.folder());
+    require_room(run_dir_.folder(), budget_.checkpoints, "the checkpoints take",
+                 "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);
     return ready_arm(recipe_, policy_, *task_);
   }

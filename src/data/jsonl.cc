@@ -139,6 +139,7 @@ void Jsonl::check(std::string_view line) const {
     throw Error("reward_model.ground_truth is missing; there is nothing to judge answers by");
   }
   const std::string text = text_of(row);
+  if (text.empty()) throw Error("prompt is empty: the chat template makes nothing of the messages");
   const auto limit = static_cast<std::size_t>(options_.max_prompt_tokens);
   // A token is a byte at least, and normalization makes at most three of one.
   if (limit == 0 || text.size() * 3 <= limit) return;

@@ -164,6 +164,14 @@ TEST_F(JsonlFile, ConversationsGoThroughTheChatTemplate) {
   EXPECT_EQ(prompt.text, "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_EQ(prompt.tokens.front(), 257);
   EXPECT_EQ(task.evaluation(1)[0].text, "plain");
+
+  const auto nothing = value_or_throw(ChatTemplate::parse("{% if false %}x{% endif %}", "test"));
+  try {
+    open({}, nothing);
+    FAIL() << "a prompt without tokens";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(":1: prompt is empty"), std::string::npos);
+  }
 }
 
 TEST(Tasks, AnUnknownNameIsRefused) {

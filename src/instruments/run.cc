@@ -103,7 +103,10 @@ void put_in_order(RunData& run) {
   reorder(run.steps);
 }
 
-bool is_run(const fs::path& folder) { return fs::exists(folder / "metrics.jsonl"); }
+bool is_run(const fs::path& folder) {
+  std::error_code none;  // a link that leads nowhere is no run
+  return fs::exists(folder / "metrics.jsonl", none);
+}
 
 /// What `decompose` left beside the run counts as measured in its last step.
 void read_decomposition(const fs::path& file, RunData& run) {
@@ -138,7 +141,8 @@ RunData read_run(const fs::path& folder, const std::string& name) {
 std::vector<fs::path> folders_in(const fs::path& folder) {
   std::vector<fs::path> found;
   for (const auto& entry : fs::directory_iterator(folder)) {
-    if (entry.is_directory()) found.push_back(entry.path());
+    std::error_code none;  // a link that leads nowhere is no folder
+    if (entry.is_directory(none)) found.push_back(entry.path());
   }
   std::sort(found.begin(), found.end());
   return found;

@@ -144,6 +144,13 @@ std::vector<Token> stop_tokens(const Keys& keys, std::int32_t vocabulary, const 
   return tokens;
 }
 
+/// generation_config.json in the folder of the config.json that `what` names.
+std::string beside(const std::string& what) {
+  constexpr std::string_view kName = "config.json";
+  const bool named = what.ends_with(kName);
+  return (named ? what.substr(0, what.size() - kName.size()) : "") + "generation_config.json";
+}
+
 ModelConfig read(const json& object, const json& generation, const std::string& what) {
   const Keys keys(object, what);
   refuse_what_is_not_implemented(keys, what);
@@ -166,7 +173,7 @@ ModelConfig read(const json& object, const json& generation, const std::string& 
   config.tied_embeddings = keys.boolean("tie_word_embeddings", false);
   config.stop_tokens = stop_tokens(keys, config.vocabulary, what);
   if (!generation.is_null()) {
-    const std::string where = "generation_config.json";
+    const std::string where = beside(what);
     const Keys more(generation, where);
     if (more.find("eos_token_id")) {
       config.stop_tokens = stop_tokens(more, config.vocabulary, where);
@@ -248,7 +255,7 @@ Result<ModelConfig> parse_config(std::string_view text, std::string_view generat
   if (!object) return tl::unexpected(object.error());
   json second;
   if (!generation.empty()) {
-    auto parsed = parse_json(generation, "generation_config.json", kLimits);
+    auto parsed = parse_json(generation, beside(what), kLimits);
     if (!parsed) return tl::unexpected(parsed.error());
     second = std::move(*parsed);
   }

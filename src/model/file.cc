@@ -21,7 +21,8 @@ namespace {
 }  // namespace
 
 Result<MappedFile> MappedFile::open(const std::filesystem::path& path) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Not blocking: what turns out to be a pipe without a writer is refused, not waited for.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return fault(cat({path.string(), ": cannot open: ", std::strerror(errno)}));
   struct stat status {};
   if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
@@ -47,8 +48,37 @@ Result<MappedFile> MappedFile::open(const std::filesystem::path& path) {
   return mapped;
 }
 
-FileInMaking::FileInMaking(const std::filesystem::path& path, std::uint64_t size)
-    : path_(path), part_(path.string() + ".part") {
+Destination destination(const std::filesystem::path& path) {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path, error);
+  const bool there = std::filesystem::exists(status);
+  if (!there && status.type() != std::filesystem::file_type::not_found) {
+    throw Error(cat({path.string(), ": cannot write: ", error.message()}));
+  }
+  if (std::filesystem::is_directory(status)) {
+    throw Error(cat({path.string(), ": cannot write: it is a folder; name a file"}));
+  }
+  const std::string text = path.string();
+  const bool special = text.starts_with("/dev/") || text.starts_with("/proc/");  // /dev/stdout
+  if (there && (special || !std::filesystem::is_regular_file(status))) return {path, path};
+
+  Destination found{there ? std::filesystem::canonical(path) : path, {}};
+  const std::filesystem::path parent = found.place.parent_path();
+  const std::filesystem::path folder = parent.empty() ? "." : parent;
+  std::filesystem::create_directories(folder, error);
+  if (error && !std::filesystem::is_directory(folder)) {
+    throw Error(cat({text, ": cannot make its folder: ", error.message()}));
+  }
+  if (::access(folder.c_str(), W_OK) != 0) fail(path, "write", errno);
+  found.part = found.place.string() + ".part";
+  return found;
+}
+
+FileInMaking::FileInMaking(const std::filesystem::path& path, std::uint64_t size) {
+  const Destination to = destination(path);
+  if (to.in_place()) throw Error(cat({path.string(), ": is no regular file; name one"}));
+  path_ = to.place;
+  part_ = to.part;
   file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file_ < 0) fail(path_, "write", errno);
   const int why = size == 0 ? 0 : ::posix_fallocate(file_, 0, static_cast<off_t>(size));

@@ -23,6 +23,18 @@ class MappedFile {
   std::size_t size_ = 0;
 };
 
+/// Where a file that a user names is written.
+struct Destination {
+  std::filesystem::path place;  // what `path` leads to: a link stays one
+  std::filesystem::path part;   // beside it, to be renamed when whole; `place` for a pipe, a
+                                // terminal or /dev/null, which is written as it is
+  bool in_place() const { return part == place; }
+};
+
+/// Makes its folder. Throws Error, before anything is computed for it, where `path` is a folder or
+/// cannot be written.
+Destination destination(const std::filesystem::path& path);
+
 /// Writes `path` by way of `path`.part; until commit there is no `path`, or the old one.
 class FileInMaking {
  public:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "model/file.h"
 
 namespace lockstep {
 namespace {
@@ -86,19 +87,21 @@ Result<json> read_json(const std::filesystem::path& path, const JsonLimits& limi
 }
 
 void write_text(const std::filesystem::path& path, std::string_view text) {
-  const std::filesystem::path part = path.string() + ".part";
-  {
-    std::ofstream out(part, std::ios::binary | std::ios::trunc);
-    out.write(text.data(), static_cast<std::streamsize>(text.size()));
-    out.close();
-    if (!out) {
-      const std::string why = std::strerror(errno);
-      std::error_code ignored;
-      std::filesystem::remove(part, ignored);
-      throw Error(cat({path.string(), ": cannot write: ", why}));
-    }
+  const Destination to = destination(path);
+  errno = 0;
+  std::ofstream out(to.part, std::ios::binary | (to.in_place() ? std::ios::app : std::ios::trunc));
+  out.write(text.data(), static_cast<std::streamsize>(text.size()));
+  out.close();
+  std::error_code error;
+  if (!out) {
+    error = std::error_code(errno, std::generic_category());
+  } else if (!to.in_place()) {
+    std::filesystem::rename(to.part, to.place, error);
   }
-  std::filesystem::rename(part, path);
+  if (!error) return;
+  std::error_code ignored;
+  if (!to.in_place()) std::filesystem::remove(to.part, ignored);
+  throw Error(cat({path.string(), ": cannot write: ", error.message()}));
 }
 
 }  // namespace lockstep

@@ -29,7 +29,8 @@ Result<nlohmann::json> read_json(const std::filesystem::path& path, const JsonLi
 Result<std::string> read_text(const std::filesystem::path& path,
                               std::size_t limit = std::size_t{1} << 30);
 
-/// Writes beside the target and renames: the old file or the new one, never a part. Throws Error.
+/// Writes beside the target and renames: the old file or the new one, never a part. What is no
+/// regular file is written as it is: destination(). Throws Error.
 void write_text(const std::filesystem::path& path, std::string_view text);
 
 }  // namespace lockstep

@@ -195,6 +195,37 @@ TEST(Safetensors, TheDocumentsExampleReadsAndIsWhatWeWrite) {
   fs::remove(path);
 }
 
+TEST(Safetensors, APipeIsNotWaitedFor) {
+  const fs::path pipe = fs::path(testing::TempDir()) / "safetensors_pipe";
+  fs::remove(pipe);
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_FALSE(Safetensors::open(pipe));
+}
+
+TEST(Destination, ALinkStaysOneAndWhatIsNoFileIsWrittenAsItIs) {
+  const fs::path folder = fs::path(testing::TempDir()) / "destination_test";
+  fs::remove_all(folder);
+  write_text(folder / "new/file", "one");  // makes its folder
+  fs::create_symlink(folder / "new/file", folder / "link");
+  write_text(folder / "link", "two");
+  EXPECT_TRUE(fs::is_symlink(folder / "link"));
+  EXPECT_EQ(value_or_throw(read_text(folder / "new/file")), "two");
+  EXPECT_FALSE(fs::exists(folder / "new/file.part"));
+
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  EXPECT_TRUE(destination(folder / "pipe").in_place());
+  EXPECT_TRUE(destination("/dev/null").in_place());
+  EXPECT_TRUE(destination("/dev/stdout").in_place());
+  EXPECT_THROW(FileInMaking(folder / "pipe", 8), Error);
+
+  EXPECT_THROW(destination(folder), Error);
+  EXPECT_THROW(destination(folder / "new/file/below"), Error);
+  fs::create_symlink("loop", folder / "loop");
+  EXPECT_THROW(destination(folder / "loop"), Error);
+  EXPECT_TRUE(fs::is_symlink(folder / "loop"));
+  fs::remove_all(folder);
+}
+
 TEST(Safetensors, AMissingFileAndAFolderAreNamed) {
   EXPECT_FALSE(Safetensors::open("/no/such/file"));
   EXPECT_FALSE(Safetensors::open("/tmp"));

@@ -69,7 +69,12 @@ Sections split(std::vector<Entry> entries) {
   Sections sections;
   for (Entry& entry : entries) {
     const bool empty = std::holds_alternative<Empty>(entry.value);
-    if (empty && (entry.name == "compare" || entry.name == "variant")) continue;
+    if (entry.name == "compare" || entry.name == "variant") {
+      if (empty) continue;
+      throw Error(cat({entry.where, ": ", entry.name, " is a section, and stands here as a key; ",
+                       entry.name == "compare" ? "write [compare] and its arms and seeds"
+                                               : "write [variant.LABEL] and the keys it changes"}));
+    }
     if (const std::string key = within(entry.name, "compare"); !key.empty()) {
       entry.name = key;
       sections.compare.push_back(std::move(entry));
@@ -109,6 +114,12 @@ Recipe recipe_of(const Sections& sections, const std::string& label,
 
 Recipe Comparison::recipe(const std::string& label, std::int32_t number) const {
   Recipe recipe = recipe_of(sections, label, assignments);
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 53;
+  if (std::max(recipe.schedule.seed, recipe.task.arith.seed) + static_cast<std::uint64_t>(number) >
+      kMost) {
+    throw Error(cat({"seed is ", recipe.schedule.seed, " and task.seed ", recipe.task.arith.seed,
+                     ", and number ", number, " behind it is above ", kMost, "; lower them"}));
+  }
   recipe.schedule.seed += static_cast<std::uint64_t>(number);
   recipe.task.arith.seed += static_cast<std::uint64_t>(number);
   recipe.task.jsonl.seed = recipe.task.arith.seed;
@@ -139,6 +150,14 @@ Comparison read_comparison(const std::filesystem::path& file,
     } else {
       throw Error(cat({entry.where, ": unknown key compare.", entry.name,
                        "; a comparison has compare.arms and compare.seeds"}));
+    }
+  }
+  // A variant that is not compared today is read all the same: a mistake in it is one.
+  for (const auto& variant : comparison.sections.variants) {
+    try {
+      recipe_of(comparison.sections, variant.first, comparison.assignments);
+    } catch (const Error& error) {
+      throw Error(cat({"variant.", variant.first, ": ", error.what()}));
     }
   }
   if (!arms.empty()) comparison.arms = arms;

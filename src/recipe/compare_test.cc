@@ -88,6 +88,16 @@ TEST_F(Files, WhatIsWrongIsSaidInOneLine) {
   EXPECT_NE(
       refusal("[compare]\narms=[\"x\"]\n[variant.x]\narm=\"trace\"\nlr=3").find("unknown key"),
       std::string::npos);
+  EXPECT_NE(refusal("compare = 5").find("compare is a section"), std::string::npos);
+  EXPECT_NE(refusal("variant = 5").find("[variant.LABEL]"), std::string::npos);
+  // What is not compared today is read all the same.
+  EXPECT_NE(refusal("[compare]\narms=[\"bf16\"]\n[variant.x]\narm=\"trase\"").find("variant.x: "),
+            std::string::npos);
+  const Comparison late = read_comparison(
+      write("late.toml", "seed = 9007199254740991\n[compare]\narms=[\"bf16\"]\nseeds=3"), {}, {},
+      0);
+  EXPECT_EQ(late.recipe("bf16", 1).schedule.seed, 9007199254740992u);
+  EXPECT_THROW(late.recipe("bf16", 2), Error);  // recipe.toml of such a run could not be read
   const auto self = write("self.toml", "");
   write("self.toml", "defaults = \"" + self.string() + "\"");
   EXPECT_THROW(read_comparison(self, {}, {}, 0), Error);

@@ -27,6 +27,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "data/utf8.h"
 #include "recipe/table.h"
 
 namespace lockstep::recipe {
@@ -46,7 +47,8 @@ Value list_of(const toml::array& array, const std::string& name, const std::stri
     } else if (const auto* word = element.as_string()) {
       words.push_back(word->get());
     } else {
-      throw Error(where + ": " + name + " holds something that is neither whole number nor text");
+      throw Error(where + ": " + name +
+                  " holds something that is neither whole number nor text, which lists take");
     }
   }
   if (!numbers.empty() && !words.empty()) {
@@ -54,6 +56,16 @@ Value list_of(const toml::array& array, const std::string& name, const std::stri
   }
   if (!numbers.empty()) return numbers;
   return words;
+}
+
+/// What a node other than a table holds.
+Value value_of(const toml::node& node, const std::string& name, const std::string& where) {
+  if (const auto* array = node.as_array()) return list_of(*array, name, where);
+  if (const auto* boolean = node.as_boolean()) return boolean->get();
+  if (const auto* integer = node.as_integer()) return integer->get();
+  if (const auto* real = node.as_floating_point()) return real->get();
+  if (const auto* text = node.as_string()) return text->get();
+  throw Error(where + ": " + name + " is a date or time, which no key takes");
 }
 
 void collect(const toml::table& table, const std::string& prefix, const std::string& file,
@@ -64,18 +76,8 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
     if (const auto* inner = node.as_table()) {
       if (inner->empty()) entries.push_back({name, Empty{}, where});
       collect(*inner, name + ".", file, entries);
-    } else if (const auto* array = node.as_array()) {
-      entries.push_back({name, list_of(*array, name, where), where});
-    } else if (const auto* boolean = node.as_boolean()) {
-      entries.push_back({name, boolean->get(), where});
-    } else if (const auto* integer = node.as_integer()) {
-      entries.push_back({name, integer->get(), where});
-    } else if (const auto* real = node.as_floating_point()) {
-      entries.push_back({name, real->get(), where});
-    } else if (const auto* text = node.as_string()) {
-      entries.push_back({name, text->get(), where});
     } else {
-      throw Error(where + ": " + name + " is a date or time, which no key takes");
+      entries.push_back({name, value_of(node, name, where), where});
     }
   }
 }
@@ -128,13 +130,17 @@ Entry parse_assignment(std::string_view text) {
   }
   const std::string name(text.substr(0, equals)), value(text.substr(equals + 1));
   const std::string where = "command line";
+  if (data::first_invalid(value) != std::string_view::npos) {
+    throw Error(
+        cat({where, ": ", name,
+             " is no UTF-8 text, and a recipe takes no other; give the file another name"}));
+  }
   try {
     const toml::table table = read("value = " + value, where);
-    std::vector<Entry> entries;
-    if (table.size() == 1) collect(table, "", where, entries);
-    if (entries.size() == 1 && entries[0].name == "value") {
-      return {name, std::move(entries[0].value), where};
-    }
+    const toml::node* node = table.size() == 1 ? table.get("value") : nullptr;
+    const toml::table* inner = node == nullptr ? nullptr : node->as_table();
+    if (inner != nullptr && inner->empty()) return {name, Empty{}, where};
+    if (node != nullptr && inner == nullptr) return {name, value_of(*node, name, where), where};
   } catch (const std::logic_error&) {
   } catch (const toml::parse_error&) {
     // Text that a shell has stripped of its quotes.

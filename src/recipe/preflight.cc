@@ -206,6 +206,28 @@ void check_product(const Recipe& r, const Arm& arm) {
   }
 }
 
+/// Bounds between which nothing lies would leave no token to learn from.
+void check_bounds(const rl::Options& o) {
+  const bool floor =
+      o.correction == rl::Correction::kCis || o.correction == rl::Correction::kIcePop;
+  const struct {
+    const char *low_key, *high_key;
+    float low, high;
+    bool used;
+  } rows[] = {
+      {"rl.correction_floor", "rl.correction_cap", o.correction_floor, o.correction_cap, floor},
+      {"rl.reject_token_low", "rl.reject_token_high", o.reject.token_low, o.reject.token_high,
+       true},
+      {"rl.reject_seq_low", "rl.reject_seq_high", o.reject.seq_low, o.reject.seq_high, true},
+      {"rl.reject_geo_low", "rl.reject_geo_high", o.reject.geo_low, o.reject.geo_high, true}};
+  for (const auto& row : rows) {
+    if (row.used && row.high > 0 && row.low >= row.high) {
+      throw Error(cat({row.low_key, " is ", row.low, ", not below ", row.high_key, ", ", row.high,
+                       ": no token would count; lower the one, or raise the other"}));
+    }
+  }
+}
+
 void check_rl(const Recipe& r, const Arm& arm) {
   if (r.rl.bypass && arm.own_routes) {
     throw Error(
@@ -249,6 +271,12 @@ void check_rl(const Recipe& r, const Arm& arm) {
                      "; it is its last part: take less"}));
   }
   if (r.rl.clip_low >= 1) throw Error("rl.clip_low is 1; take less, 0.2 is usual");
+  if (r.rl.dual_clip > 0 && r.rl.dual_clip <= 1) {
+    throw Error(cat({"rl.dual_clip is ", r.rl.dual_clip,
+                     ", and would cut into what clipping leaves; take more than 1, 3 is usual, or "
+                     "0 for none"}));
+  }
+  check_bounds(r.rl);
 }
 
 void check_sync(const sync::Options& o) {

@@ -46,7 +46,7 @@ std::vector<Key> trainer_keys(train::Options& o) {
       {"trainer.min_lr_fraction", &o.min_lr_fraction, "what is left of lr at the end", 0, 1},
       {"trainer.beta1", &o.beta1, "of AdamW", 0, 0.9999},
       {"trainer.beta2", &o.beta2, "of AdamW", 0, 0.999999},
-      {"trainer.eps", &o.eps, "of AdamW", 0, 1, true},
+      {"trainer.eps", &o.eps, "of AdamW", 1e-30, 1},  // FP32 has no less than 1e-38
       {"trainer.weight_decay", &o.weight_decay, "of AdamW", 0, 1},
       {"trainer.max_grad_norm", &o.max_grad_norm, "gradients are scaled down to this norm", 0, 1e9,
        true},
@@ -212,8 +212,12 @@ void append(std::vector<Key>& keys, std::vector<Key> more) {
 }
 
 std::string file_text(const std::filesystem::path& file) {
+  std::error_code none;  // then it is not there
+  if (std::filesystem::exists(file, none) && !std::filesystem::is_regular_file(file, none)) {
+    throw Error(cat({"the recipe ", file.string(), " is no regular file; write it into one"}));
+  }
   std::ifstream in(file, std::ios::binary);
-  if (!in || std::filesystem::is_directory(file)) {
+  if (!in) {
     throw Error(
         cat({"cannot read the recipe ", file.string(), "; recipes/ in the checkout has examples"}));
   }
@@ -417,6 +421,20 @@ std::string resolved(const SftRecipe& recipe) {
   return write(keys(copy));
 }
 
+namespace {
+
+/// Is "NAME: absent / VALUE" what the recipe `before` means by saying nothing?
+bool came_later(std::string_view line, std::string_view before, const std::string& old_file) {
+  try {
+    const std::string filled = resolved(parse_recipe(before, old_file), {});
+    return differences(before, filled, old_file).find(line) != std::string::npos;
+  } catch (const Error&) {
+    return false;  // other keys of it are gone: it is another recipe
+  }
+}
+
+}  // namespace
+
 std::string hindrances(std::string_view before, std::string_view after,
                        const std::string& old_file) {
   constexpr std::string_view kFree[] = {"schedule.save_every", "schedule.keep", "eval.every"};
@@ -440,7 +458,10 @@ std::string hindrances(std::string_view before, std::string_view after,
     lines.remove_prefix(line.size());
     const std::string_view name = line.substr(0, line.find(": "));
     const bool free = std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
-    if (!free && !(longer && name == "schedule.steps")) left += line;
+    // A key that came later has done then what its default does.
+    const bool later =
+        line.find(": absent / ") == name.size() && came_later(line, before, old_file);
+    if (!free && !later && !(longer && name == "schedule.steps")) left += line;
   }
   return left;
 }

@@ -1,6 +1,9 @@
 #include "recipe/recipe.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
 
 #include "base/error.h"
 #include "recipe/preflight.h"
@@ -134,6 +137,43 @@ TEST(Recipe, EachMistakeIsOneLineWithKeyValueAndRemedy) {
   EXPECT_NE(complaint("", {"no assignment"}), "");
 }
 
+TEST(Recipe, TheCommandLineNamesTheKeyAndNotItsPlaceInATable) {
+  const auto said = [](const std::string& assignment) { return complaint("", {assignment}); };
+  EXPECT_EQ(said("guide.sites=[1, \"k\"]"),
+            "command line: guide.sites mixes numbers and text in one list");
+  EXPECT_EQ(said("guide.sites=[[1]]").rfind("command line: guide.sites holds something", 0), 0u);
+  EXPECT_EQ(said("trainer.lr=1979-05-27"),
+            "command line: trainer.lr is a date or time, which no key takes");
+  EXPECT_EQ(said("model=caf\xe9").rfind("command line: model is no UTF-8 text", 0), 0u);
+  EXPECT_EQ(said("trainer.lr={}"),
+            "command line: trainer.lr is {}; it takes a number at least 0 "
+            "and at most 1");
+  // A shell takes the quotes away: 5 is layer 5, and a file may be called 5.
+  const std::vector<std::string> bare = {"guide.layers=5", "model=5"};
+  EXPECT_EQ(parse_recipe("", "r", bare).arm.layers, "5");
+  EXPECT_EQ(parse_recipe("", "r", bare).model, "5");
+}
+
+TEST(Recipe, NumbersAreInRangeAsTheyAreKept) {
+  EXPECT_NE(complaint("rollout.temperature = 1e-300").find("above 0"), std::string::npos);
+  EXPECT_NE(complaint("trainer.eps = 1e-300").find("at least 1e-30"), std::string::npos);
+  EXPECT_EQ(complaint("seed = 9007199254740992"), "");
+  EXPECT_NE(complaint("seed = 9007199254740993").find("at most 9007199254740992"),
+            std::string::npos);
+  for (const char* number : {"nan", "-inf", "1e400", "99999999999999999999", "true", "[]"}) {
+    EXPECT_NE(complaint(std::string("rollout.temperature = ") + number), "") << number;
+  }
+}
+
+TEST(Recipe, IsARegularFile) {
+  const std::filesystem::path pipe = std::filesystem::path(testing::TempDir()) / "recipe_pipe";
+  std::filesystem::remove(pipe);
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THROW(read_recipe(pipe, {}), Error);  // twice read, a pipe is empty: all defaults
+  EXPECT_THROW(read_recipe("/dev/null", {}), Error);
+  EXPECT_THROW(read_recipe(testing::TempDir(), {}), Error);
+}
+
 TEST(Recipe, TheResolvedCopyReadsBackAsItself) {
   for (const std::string& name : arm_names()) {
     const Recipe first = parse_recipe("arm = \"" + name + "\"\n[trainer]\nlr = 3e-4", "r");
@@ -161,6 +201,14 @@ TEST(Recipe, KeysThatOnlyExtendARunHinderNothing) {
             "");
   EXPECT_EQ(hindrances(ten, with("schedule.steps = 20\nseed = 3")), "seed: 0 / 3\n");
   EXPECT_EQ(hindrances(ten, with("schedule.steps = 5")), "schedule.steps: 10 / 5\n");
+  // A run that began before there was a key goes on under its default, and under no other value.
+  std::string older = ten;
+  const std::size_t at = older.find("kv_layers = ");
+  ASSERT_NE(at, std::string::npos);
+  older.erase(at, older.find('\n', at) - at);
+  EXPECT_EQ(hindrances(older, ten), "");
+  EXPECT_EQ(hindrances(older, with("schedule.steps = 10\nguide.kv_layers = \"0\"")),
+            "guide.kv_layers: absent / \"0\"\n");
   // Noise in stages over the run's steps was another from the start.
   EXPECT_EQ(hindrances(with("schedule.steps = 10\nsync.noise_start = 0.01"),
                        with("schedule.steps = 20\nsync.noise_start = 0.01")),
@@ -230,6 +278,23 @@ TEST(Preflight, ContradictionsAreRefused) {
   EXPECT_NE(contradiction("[sync]\nnoise_start = 0.01\nnoise_end = 1e-4\nnoise_stages = 1"), "");
   EXPECT_NE(contradiction("arm = \"qurl\"\n[rl]\nbypass = true\ncorrection = \"none\""), "");
   EXPECT_NE(contradiction("[rl]\noverlong_buffer_len = 200"), "");
+}
+
+TEST(Preflight, BoundsBetweenWhichNothingLies) {
+  EXPECT_NE(contradiction("rl.correction = \"icepop\"\nrl.correction_floor = 0.9\n"
+                          "rl.correction_cap = 0.5")
+                .find("rl.correction_floor is 0.9, not below rl.correction_cap, 0.5"),
+            std::string::npos);
+  EXPECT_EQ(contradiction("rl.correction_floor = 0.9\nrl.correction_cap = 0.5"), "");  // tis
+  for (const char* kind : {"token", "seq", "geo"}) {
+    const std::string low = std::string("rl.reject_") + kind + "_low = 0.8\n";
+    const std::string high = std::string("rl.reject_") + kind + "_high = ";
+    EXPECT_EQ(contradiction(low), "");
+    EXPECT_EQ(contradiction(low + high + "1.2"), "");
+    EXPECT_NE(contradiction(low + high + "0.8"), "");
+  }
+  EXPECT_NE(contradiction("rl.dual_clip = 1").find("3 is usual"), std::string::npos);
+  EXPECT_EQ(contradiction("rl.dual_clip = 3"), "");
 }
 
 TEST(Preflight, TheCacheHoldsThePromptToo) {

@@ -100,13 +100,19 @@ class Put {
     } else {
       refuse(wanted);
     }
-    if (!std::isfinite(value) || !in_range(value) ||
-        std::abs(value) > static_cast<double>(std::numeric_limits<T>::max())) {
+    // In range as it will be kept: what a float rounds to 0 is not above 0.
+    if (!std::isfinite(value) || std::abs(value) > std::numeric_limits<T>::max() ||
+        !in_range(value) || !in_range(static_cast<T>(value))) {
       refuse(wanted);
     }
     *target = static_cast<T>(value);
   }
   void operator()(std::string* target) const {
+    // A number where text is meant has lost its quotes to a shell: guide.layers=5.
+    if (const auto* whole = std::get_if<std::int64_t>(&entry_.value)) {
+      *target = cat({*whole});
+      return;
+    }
     const auto* value = std::get_if<std::string>(&entry_.value);
     if (value == nullptr) refuse("text in quotes");
     *target = *value;
@@ -121,7 +127,7 @@ class Put {
     if (values == nullptr) refuse("a list of whole numbers");
     std::vector<std::int8_t> out;
     for (const std::int64_t value : *values) {
-      if (!in_range(static_cast<double>(value)) || value < -128 || value > 127) {
+      if (!in_range(value) || value < -128 || value > 127) {
         refuse("whole numbers" + range_of(key_));
       }
       out.push_back(static_cast<std::int8_t>(value));
@@ -143,8 +149,7 @@ class Put {
   void operator()(const Interval& target) const {
     const auto* values = std::get_if<std::vector<std::int64_t>>(&entry_.value);
     if (values == nullptr || values->size() != 2 || (*values)[0] > (*values)[1] ||
-        !in_range(static_cast<double>((*values)[0])) ||
-        !in_range(static_cast<double>((*values)[1]))) {
+        !in_range((*values)[0]) || !in_range((*values)[1])) {
       refuse("[from, to], whole numbers" + range_of(key_));
     }
     *target.value = {(*values)[0], (*values)[1]};
@@ -172,7 +177,7 @@ class Put {
     const auto found = std::find(units.begin(), units.end(), unit);
     if (digits == 0 || digits > 9 || found == units.end()) refuse(wanted);
     const std::int64_t value = std::stoll(text->substr(0, digits)) << 10 * (found - units.begin());
-    if (!in_range(static_cast<double>(value))) refuse(wanted);
+    if (!in_range(value)) refuse(wanted);
     *target.value = value;
   }
 
@@ -181,15 +186,14 @@ class Put {
     throw Error(
         cat({entry_.where, ": ", key_.name, " is ", to_text(entry_.value), "; it takes ", wanted}));
   }
-  bool in_range(double value) const {
+  /// A long double holds every int64_t.
+  bool in_range(long double value) const {
     return (key_.above ? value > key_.least : value >= key_.least) && value <= key_.most;
   }
   template <typename T>
   T integer(const std::string& wanted) const {
     const auto* value = std::get_if<std::int64_t>(&entry_.value);
-    if (value == nullptr || !in_range(static_cast<double>(*value)) || !std::in_range<T>(*value)) {
-      refuse(wanted);
-    }
+    if (value == nullptr || !in_range(*value) || !std::in_range<T>(*value)) refuse(wanted);
     return static_cast<T>(*value);
   }
   std::size_t index(const std::vector<std::string>& names, const std::string& value) const {

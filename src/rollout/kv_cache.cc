@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <new>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -82,7 +83,11 @@ KvCache::KvCache(const Agreement& agreement, const Options& options)
   frame_count_ = static_cast<std::int32_t>(std::min<std::int64_t>(frames, INT32_MAX));
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;
   // Not set to zero: pages of a cache that is larger than its use cost nothing until written.
-  pool_.reset(new std::byte[static_cast<std::size_t>(frame_count_ * page_bytes_)]);
+  pool_.reset(new (std::nothrow) std::byte[static_cast<std::size_t>(frame_count_ * page_bytes_)]);
+  if (!pool_) {
+    throw Error(cat({"rollout.cache is ", options.cache_bytes,
+                     " bytes, more than this machine gives; lower it"}));
+  }
   for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.get();
   free_frames_.resize(static_cast<std::size_t>(frame_count_));
   for (std::int32_t i = 0; i < frame_count_; ++i) {

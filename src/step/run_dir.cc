@@ -109,6 +109,13 @@ std::vector<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
+/// Is it a store's folder in which nothing has been recorded yet?
+bool is_unused(const fs::path& trace) {
+  if (!fs::is_directory(trace)) return false;
+  const std::vector<std::string> names = names_in(trace);
+  return names.empty() || names == std::vector<std::string>{"LOCK"};
+}
+
 /// Refuses what a run must not be written into: a link that leads nowhere, a file, somebody else's
 /// folder, and a run whose recipe is gone. Throws Error.
 void require_ours(const fs::path& folder) {
@@ -138,6 +145,7 @@ void require_ours(const fs::path& folder) {
   }
   for (const std::string& name : names) {
     if (name == "checkpoints" || name == "lock" || name == "recipe.toml.part") continue;
+    if (name == "trace" && is_unused(folder / name)) continue;
     throw Error(cat({folder.string(), " is not empty and is no run (it holds ", name, ")", kRemedy,
                      ", or name an empty folder"}));
   }

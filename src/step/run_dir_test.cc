@@ -104,6 +104,17 @@ TEST_F(RunDirTest, SomebodyElsesFolderIsLeftAlone) {
   EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
 }
 
+TEST_F(RunDirTest, ARunKilledBeforeItBeganBegins) {
+  fs::create_directories(root_ / "checkpoints");
+  fs::create_directories(root_ / "trace");
+  write(root_ / "trace/LOCK", "");  // the store's, which opens before the recipe is written
+  work(0, 1);
+  fs::remove(root_ / "recipe.toml");
+  fs::remove(root_ / "metrics.jsonl");
+  write(root_ / "trace/notes", "");
+  EXPECT_NE(complaint([&] { RunDir(root_, *comm_); }), "");
+}
+
 TEST_F(RunDirTest, ARunWithoutItsRecipeDoesNotGoOn) {
   work(0, 4);
   fs::remove(root_ / "recipe.toml");

@@ -33,7 +33,7 @@ Result<File> File::open(const std::filesystem::path& path) {
 }
 
 Result<File> File::open_to_read(const std::filesystem::path& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return failed("opening", path.string());
   return File(descriptor, path.string());
 }

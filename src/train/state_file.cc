@@ -74,10 +74,11 @@ void write_section(std::ofstream& out, const Parameters& parameters, const Float
 }
 
 std::vector<std::byte> contents(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary | std::ios::ate);
-  if (!in) throw Error("no trainer state at " + file.string());
-  std::vector<std::byte> bytes(static_cast<std::size_t>(in.tellg()));
-  in.seekg(0);
+  std::error_code failed;
+  const std::uintmax_t size = std::filesystem::file_size(file, failed);
+  if (failed) throw Error("no trainer state at " + file.string() + ": " + failed.message());
+  std::ifstream in(file, std::ios::binary);
+  std::vector<std::byte> bytes(static_cast<std::size_t>(size));
   in.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   if (!in) throw Error("cannot read " + file.string());
   return bytes;
