@@ -218,7 +218,7 @@ TEST(Refit, R63_LayersOutsideTheContractStayPlain) {
 /// scales, byte for byte, so no argument was dropped on either way.
 TEST(Refit, R51_MemoryAndFilesDeliverTheSameScales) {
   const std::filesystem::path folder =
-      std::filesystem::path(testing::TempDir()) / "refit_by_way_of_files";
+      std::filesystem::path(::testing::TempDir()) / "refit_by_way_of_files";
   std::filesystem::remove_all(folder);
   const Masters masters;
   for (const char* preset : {"lockstep", "fp8"}) {
