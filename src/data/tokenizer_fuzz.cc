@@ -26,7 +26,7 @@ const data::Tokenizer& known() {
       char letter[16];
       std::snprintf(letter, sizeof letter, "\\u%04x",
                     static_cast<unsigned>(printable ? b : next++));
-      vocabulary += "\"" + std::string(letter) + "\":" + std::to_string(b) + ",";
+      vocabulary.append("\"").append(letter).append("\":").append(std::to_string(b)).append(",");
     }
     return value_or_throw(data::Tokenizer::parse(
         R"({"normalizer":{"type":"NFC"},"added_tokens":[{"id":300,"content":"<|x|>"},)"
