@@ -19,34 +19,28 @@ inline constexpr int kBlocksInChunk = 4;
 inline constexpr int kChunkCodeBytes = 512;  // of 16 outputs
 inline constexpr int kChunkBytes = 576;      // with 64 scales
 
-/// The magnitudes of codes 0 to 3 in half units, in a register of its own: as a constant it would
-/// be moved to one before each use.
-__device__ inline std::uint32_t low_magnitudes() {
-  std::uint32_t low;
-  asm volatile("mov.b32 %0, 0x03020100;" : "=r"(low));
-  return low;
-}
-
-/// The low four codes of `codes` as bytes: magnitude where the code is positive, else 0. Where the
-/// selector's bit 3 is set, PRMT spreads the sign of the byte it chose, which is 0.
-__device__ inline std::uint32_t positive_magnitudes(std::uint32_t low, std::uint32_t codes) {
+/// Where the selector's bit 3 is set, PRMT spreads the sign of the byte it chose, which is 0 in all
+/// tables here: codes of the other sign give 0.
+__device__ inline std::uint32_t look_up(std::uint32_t low, std::uint32_t high,
+                                        std::uint32_t codes) {
   std::uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(0x0C080604u), "r"(codes));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
   return bytes;
 }
 
-/// Half units + 64 of four codes, unsigned bytes; `flipped` is the codes with their signs flipped.
-__device__ inline std::uint32_t raised_codes(std::uint32_t low, std::uint32_t codes,
-                                             std::uint32_t flipped) {
-  return positive_magnitudes(low, codes) + 0x40404040u - positive_magnitudes(low, flipped);
+/// Half units + 64 of four codes, unsigned bytes: 64 + magnitude of those with a sign of 0, 64 -
+/// magnitude of the others, whose bit 3 is not set in `flipped`.
+inline constexpr std::uint32_t kRaisedLow = 0x43424140u;
+inline constexpr std::uint32_t kLoweredLow = 0x3D3E3F40u;
+__device__ inline std::uint32_t raised_codes(std::uint32_t raised, std::uint32_t lowered,
+                                             std::uint32_t codes, std::uint32_t flipped) {
+  return look_up(raised, 0x4C484644u, codes) + look_up(lowered, 0x34383A3Cu, flipped);
 }
 
 /// Half units of four codes, signed bytes.
 __device__ inline std::uint32_t signed_codes(std::uint32_t codes) {
-  const std::uint32_t low = 0x03020100u;
-  const std::uint32_t raised =
-      positive_magnitudes(low, codes) + 0x80808080u - positive_magnitudes(low, codes ^ 0x8888u);
-  return raised ^ 0x80808080u;
+  const std::uint32_t raised = raised_codes(kRaisedLow, kLoweredLow, codes, codes ^ 0x8888u);
+  return ((raised | 0x80808080u) - 0x40404040u) ^ 0x80808080u;
 }
 
 /// d = c + a b: 16 outputs by 8 columns over 16 codes. a: bytes 4 t .. 4 t + 3 of outputs g and g +

@@ -158,38 +158,80 @@ __device__ inline Range range_of(const Params& p, int segment, int split) {
 /// In shared memory, for one lane.
 struct WeightStream {
   Work work;
-  const std::byte* next;
   std::int32_t tile;
   std::int32_t split;
   std::int32_t segment;
-  std::int32_t left;  // chunks of this range
+  std::int32_t count;  // chunks of a range
+  std::int32_t quick;  // groups that follow `work` and only lie further on
+};
 
-  __device__ void enter(const Params& p) {
-    const std::int32_t at = work.group * kTiles + tile;
-    const Range range = range_of(p, segment, split);
+/// Where a warp stands: in its ring, and in the range that it reads.
+struct Reader {
+  int slot = 0;
+  std::uint32_t parity = 0;
+  const std::byte* next = nullptr;
+  std::int32_t left = 0;   // chunks of the range
+  std::int32_t quick = 0;  // of the stream's, those that are left
+
+  __device__ void enter(const Params& p, WeightStream& from) {
+    const std::int32_t at = from.work.group * kTiles + from.tile;
+    const Range range = range_of(p, from.segment, from.split);
+    from.count = range.count;
     left = at * 16 < p.out_rows ? range.count : 0;
-    next = p.weights + work.unit.expert * p.expert_bytes + W4a4Weights::kHeaderBytes +
-           std::int64_t{at} * p.tile_bytes + (segment * kSegmentChunks + range.first) * kChunkBytes;
+    next = p.weights + from.work.unit.expert * p.expert_bytes + W4a4Weights::kHeaderBytes +
+           std::int64_t{at} * p.tile_bytes +
+           (from.segment * kSegmentChunks + range.first) * kChunkBytes;
+    quick = 0;
+    if (left > 0 && p.chunks <= kSegmentChunks) {
+      // Of the unit's last group there may be one tile alone.
+      const int whole = (p.out_rows / 16 - from.tile + kTiles - 1) / kTiles;
+      quick = max(0, min(from.work.left, whole - from.work.group) - 1);
+    }
+    from.quick = quick;
   }
 
-  __device__ void fetch(const Params& p, std::uint8_t* slot, std::uint64_t* arrived) {
-    while (left == 0) {
-      if (work.left == 0) return;
-      if (++segment * kSegmentChunks >= p.chunks) {
-        segment = 0;
-        if (--work.left == 0) return;
-        if (++work.group == p.groups) {
-          work.group = 0;
-          work.unit.advance(p);
+  /// To the next range that is not empty; left stays 0 if there is none.
+  __device__ void advance(const Params& p, WeightStream& from) {
+    if (quick > 0) {
+      --quick;
+      left = from.count;
+      next += kTiles * p.tile_bytes - left * kChunkBytes;
+      return;
+    }
+    from.work.group += from.quick;
+    from.work.left -= from.quick;
+    from.quick = 0;
+    while (left == 0 && from.work.left > 0) {
+      if (++from.segment * kSegmentChunks >= p.chunks) {
+        from.segment = 0;
+        if (--from.work.left == 0) return;
+        if (++from.work.group == p.groups) {
+          from.work.group = 0;
+          from.work.unit.advance(p);
         }
       }
-      enter(p);
+      enter(p, from);
     }
+  }
+
+  __device__ void fetch(const Params& p, WeightStream& from, std::uint8_t* to,
+                        std::uint64_t* arrived) {
+    if (left == 0) advance(p, from);
+    if (left == 0) return;
     const int chunks = min(left, kStageChunks);
-    copy_async(slot, next, static_cast<std::uint32_t>(chunks * kChunkBytes), arrived);
+    copy_async(to, next, static_cast<std::uint32_t>(chunks * kChunkBytes), arrived);
     next += chunks * kChunkBytes;
     left -= chunks;
   }
+};
+
+/// What the loop keeps in registers. They come from shared memory, from places that differ between
+/// lanes: constants that the compiler knows, and what is one for a warp, it would move anew to a
+/// register before every use.
+struct Constants {
+  std::uint32_t raised;
+  std::uint32_t lowered;
+  std::uint32_t mine[kBlocksInChunk];  // all ones for the block whose activations the lane brings
 };
 
 template <int kParts>
@@ -204,6 +246,8 @@ struct Shared {
   std::uint64_t arrived[kWarps][kStages];
   WeightStream stream[kWarps];
   Work work;
+  uint2 tables[kBlocksInChunk];
+  std::uint32_t mine[kBlocksInChunk][kBlocksInChunk];
   std::int32_t exponent[kItems];
   std::int32_t to[kItems];
   std::int32_t tail[kItems];  // for what follows
@@ -268,7 +312,7 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, int
 template <int kParts, int kPairs>
 __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shared<kParts>& s,
                                       const std::uint8_t* chunk, int at, int lane,
-                                      std::uint32_t low) {
+                                      const Constants& c) {
   const int g = lane / 4;
   const int t = lane % 4;
   const uint4 codes = *reinterpret_cast<const uint4*>(chunk + lane * 16);
@@ -281,8 +325,8 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
 #pragma unroll
   for (int i = 0; i < kBlocksInChunk; ++i) {
     const std::uint32_t flipped = words[i] ^ 0x88888888u;
-    w[i][0] = raised_codes(low, words[i], flipped);
-    w[i][1] = raised_codes(low, words[i] >> 16, flipped >> 16);
+    w[i][0] = raised_codes(c.raised, c.lowered, words[i], flipped);
+    w[i][1] = raised_codes(c.raised, c.lowered, words[i] >> 16, flipped >> 16);
   }
 #pragma unroll
   for (int pair = 0; pair < kPairs; ++pair) {
@@ -292,11 +336,11 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
           &s.a[part][2 * pair + g % 2][at * kChunk + g / 2 * 16 + t * 4]);
       const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
       std::int32_t d[4];
-      multiply_block(d, w[0][0], w[0][1], g / 2 == 0 ? a : 0u,
+      multiply_block(d, w[0][0], w[0][1], a & c.mine[0],
                      s.start[part][pair][at * kBlocksInChunk + t]);
 #pragma unroll
       for (int i = 1; i < kBlocksInChunk; ++i) {
-        multiply_block(d, w[i][0], w[i][1], g / 2 == i ? a : 0u, int4{d[0], d[1], d[2], d[3]});
+        multiply_block(d, w[i][0], w[i][1], a & c.mine[i], int4{d[0], d[1], d[2], d[3]});
       }
       acc[pair][0] += std::int64_t{d[0] * low_scale} * scale.x;
       acc[pair][1] += std::int64_t{d[1] * low_scale} * scale.y;
@@ -322,22 +366,15 @@ struct NoTail {
   static constexpr bool kRuns = false;
 };
 
-/// Where a warp stands in its ring.
-struct Ring {
-  int slot = 0;
-  std::uint32_t parity = 0;
-};
-
 /// Groups first .. end - 1 of a unit's outputs.
 template <int kParts, int kPairs>
 __device__ void run(const Params& p, Shared<kParts>& s, const Unit& unit, int first, int end,
-                    Ring& ring) {
+                    Reader& reader, const Constants& constants) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int split = warp % kSplits;
   const int tile = warp / kSplits;
   const int segments = (p.chunks + kSegmentChunks - 1) / kSegmentChunks;
-  const std::uint32_t low = low_magnitudes();
   for (int group = first; group < end; ++group) {
     std::int64_t acc[kPairs][4] = {};
     const bool has_tile = (group * kTiles + tile) * 16 < p.out_rows;
@@ -350,21 +387,21 @@ __device__ void run(const Params& p, Shared<kParts>& s, const Unit& unit, int fi
       const Range range = range_of(p, segment, split);
       const int range_end = has_tile ? range.first + range.count : 0;
       for (int at = range.first; at < range_end; at += kStageChunks) {
-        const std::uint8_t* stage = s.ring[warp][ring.slot];
-        wait_for_copy(&s.arrived[warp][ring.slot], ring.parity);
+        std::uint8_t* stage = s.ring[warp][reader.slot];
+        std::uint64_t* arrived = &s.arrived[warp][reader.slot];
+        wait_for_copy(arrived, reader.parity);
 #pragma unroll
         for (int i = 0; i < kStageChunks; ++i) {
           if (at + i < range_end) {
-            multiply_chunk<kParts, kPairs>(acc, s, stage + i * kChunkBytes, at + i, lane, low);
+            multiply_chunk<kParts, kPairs>(acc, s, stage + i * kChunkBytes, at + i, lane,
+                                           constants);
           }
         }
         __syncwarp();
-        if (lane == 0) {
-          s.stream[warp].fetch(p, s.ring[warp][ring.slot], &s.arrived[warp][ring.slot]);
-        }
-        if (++ring.slot == kStages) {
-          ring.slot = 0;
-          ring.parity ^= 1u;
+        if (lane == 0) reader.fetch(p, s.stream[warp], stage, arrived);
+        if (++reader.slot == kStages) {
+          reader.slot = 0;
+          reader.parity ^= 1u;
         }
       }
     }
@@ -396,25 +433,38 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
   const int warp = thread / 32;
   if (!Tail::kStartsEarly) wait_for_predecessors();
   release_successors();
+  Reader reader;
   {
     const Work work = find_work(p, thread % 32);
     if (work.left == 0) return;
-    if (thread == 0) s.work = work;
+    if (thread == 0) {
+      s.work = work;
+    }
+    if (thread < kBlocksInChunk) s.tables[thread] = {kRaisedLow, kLoweredLow};
+    if (thread < kBlocksInChunk * kBlocksInChunk) {
+      s.mine[thread / kBlocksInChunk][thread % kBlocksInChunk] =
+          thread / kBlocksInChunk == thread % kBlocksInChunk ? 0xFFFFFFFFu : 0u;
+    }
     if (thread % 32 == 0) {
       WeightStream& stream = s.stream[warp];
-      stream.work = work;
-      stream.tile = warp / kSplits;
-      stream.split = warp % kSplits;
-      stream.segment = 0;
-      stream.enter(p);
+      stream = {work, warp / kSplits, warp % kSplits, 0, 0, 0};
+      reader.enter(p, stream);
       for (int i = 0; i < kStages; ++i) init_barrier(&s.arrived[warp][i]);
       show_barriers();
-      for (int i = 0; i < kStages; ++i) stream.fetch(p, s.ring[warp][i], &s.arrived[warp][i]);
+      for (int i = 0; i < kStages; ++i) {
+        reader.fetch(p, stream, s.ring[warp][i], &s.arrived[warp][i]);
+      }
     }
   }
   if (Tail::kStartsEarly) wait_for_predecessors();
-  Ring ring;
   __syncthreads();
+  Constants constants{};
+  constants.raised = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].x);
+  constants.lowered = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].y);
+#pragma unroll
+  for (int i = 0; i < kBlocksInChunk; ++i) {
+    constants.mine[i] = *const_cast<volatile std::uint32_t*>(&s.mine[thread % 32 / 8][i]);
+  }
   while (true) {
     const Unit unit = s.work.unit;
     const int first = s.work.group;
@@ -428,10 +478,10 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
       s.to[thread] = p.to == nullptr ? item : p.to[item];
     }
     switch ((unit.count() + 1) / 2) {
-      case 1: run<kParts, 1>(p, s, unit, first, end, ring); break;
-      case 2: run<kParts, 2>(p, s, unit, first, end, ring); break;
-      case 3: run<kParts, 3>(p, s, unit, first, end, ring); break;
-      default: run<kParts, 4>(p, s, unit, first, end, ring); break;
+      case 1: run<kParts, 1>(p, s, unit, first, end, reader, constants); break;
+      case 2: run<kParts, 2>(p, s, unit, first, end, reader, constants); break;
+      case 3: run<kParts, 3>(p, s, unit, first, end, reader, constants); break;
+      default: run<kParts, 4>(p, s, unit, first, end, reader, constants); break;
     }
     if constexpr (Tail::kRuns) tail(p, s, unit, s.work.index, first, end);
     if (s.work.left == end - first) return;
