@@ -136,7 +136,8 @@ __device__ int guide_span(Choice choice, const Span& span, const std::uint8_t* p
   return 0;
 }
 
-__global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ GuideParams p) {
+__global__ void __launch_bounds__(kThreads)
+    guide_general_kernel(const __grid_constant__ GuideParams p) {
   extern __shared__ float scales[];
   __shared__ GuideTally tally;
   tally.begin();
@@ -236,8 +237,8 @@ void guide_cuda(const GuideArgs& args, const GuideShape& shape, Stream stream) {
   const std::int64_t records = shape.rows / shape.slots;
   const auto grid = static_cast<unsigned>(std::min<std::int64_t>(records, 1 << 16));
   const auto shared = static_cast<std::size_t>(blocks) * sizeof(float);
-  guide_kernel<<<grid, kThreads, shared, handle>>>(p);
-  cuda::require_launch("guide_kernel");
+  guide_general_kernel<<<grid, kThreads, shared, handle>>>(p);
+  cuda::require_launch("guide_general_kernel");
 }
 
 }  // namespace lockstep::kernels

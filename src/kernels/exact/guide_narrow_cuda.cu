@@ -139,19 +139,16 @@ __device__ int follow_row(const GuideParams& p, const Row<kGuidance, kChunks>& r
         guide_eight<choice_of(kGuidance), kCounted>(row.x[c], scale, row.recorded(c), moved);
     if (is_inside(p, c, lane)) out[c * 32 + lane] = y;
   }
-  return kCounted ? sum_of_moved<choice_of(kGuidance)>(moved) : 0;
+  return kCounted ? sum_of_moved(moved) : 0;
 }
 
-/// Four bytes from anywhere. `apart`: the words that hold them hold no byte beyond their record.
-__device__ std::uint32_t read_word(const std::uint8_t* bytes, bool apart) {
-  const auto address = reinterpret_cast<std::uintptr_t>(bytes);
-  const auto* words = reinterpret_cast<const std::uint32_t*>(address & ~std::uintptr_t{3});
-  const auto skew = static_cast<std::uint32_t>(address & 3u);
-  if (skew == 0) return words[0];
-  if (apart) return __funnelshift_r(words[0], words[1], 8 * skew);
-  std::uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= static_cast<std::uint32_t>(bytes[i]) << 8 * i;
-  return word;
+/// Four bytes from anywhere, by the one or two words that hold them.
+__device__ std::uint32_t read_word(const std::uint8_t* bytes) {
+  const auto first = reinterpret_cast<std::uintptr_t>(bytes);
+  const auto word_at = [](std::uintptr_t address) {
+    return *reinterpret_cast<const std::uint32_t*>(address & ~std::uintptr_t{3});
+  };
+  return __funnelshift_r(word_at(first), word_at(first + 3), 8 * static_cast<unsigned>(first & 3));
 }
 
 /// Reads what is recorded of a row.
@@ -174,7 +171,7 @@ __device__ void read_record(const GuideParams& p, const GuideRecord& record, std
     if constexpr (kChoice == Choice::kBit) {
       row.bytes[c] |= record.elements[at / 8 + c * (kChunk / 8)];
     } else if constexpr (kChoice != Choice::kNearest) {
-      row.codes[c] = read_word(record.elements + at / 2 + c * (kChunk / 2), p.cols >= 64);
+      row.codes[c] = read_word(record.elements + at / 2 + c * (kChunk / 2));
     }
   }
 }
@@ -322,6 +319,9 @@ bool is_on_16_bytes(const Bf16* data, std::int64_t stride) {
 }  // namespace
 
 bool guide_narrow_cuda(const GuideParams& p, cudaStream_t stream) {
+  // The last word of a narrow row's codes may reach beyond its record.
+  const bool codes = choice_of(p.guidance) >= Choice::kCodeGuided;
+  if (codes && p.cols < 64) return false;
   const bool narrow = !p.rule.is_wide() && p.rule.four_over_six == FourOverSix::kOff &&
                       p.matrix_amax == nullptr && p.shape.span == p.shape.cols &&
                       p.shape.cols <= 8 * kChunk && p.shape.rows < std::int64_t{1} << 31 &&

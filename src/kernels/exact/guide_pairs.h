@@ -2,24 +2,25 @@
 /// guide_narrow_cuda.cu, equal in every bit to numerics/guided.h and scale.h. For .cu files alone.
 ///
 /// The magnitudes of E2M1 are indexed as floats are: m << 22, taken for the bits of a float, is
-/// V[m] * 2^-126, subnormals included; so is m << 6 for BF16. With z = |x| / S in FP32 the lower
-/// end of z's bracket is bits(z * 2^-126) >> 22, and a code is decoded by a product.
+/// V[m] * 2^-126, subnormals included; so is m << 6 for BF16. With z = |x| / S in FP32,
+/// bits(z * 2^-126) is z's place among the indices, 22 bits of it a fraction, and a code is decoded
+/// by a product. Two places share a word, cut to 12 bits of fraction.
 ///
 /// z comes from an approximate reciprocal: |x| has 8 significant bits, V[i] * S and the midpoints
 /// at most 6, so where they differ they differ by 2^-8 of themselves, and a factor of 1 + 2^-16
-/// keeps every z that should be a threshold just above it. What lies within kNoise above a midpoint
-/// is the midpoint. E4M3 codes of scales are found alike, as bits(y * 2^-120) >> 20.
+/// keeps every z that should be a threshold just above it, by less than what is cut off. E4M3 codes
+/// of scales are found alike, as bits(y * 2^-120) >> 20.
 #pragma once
 
 #include "kernels/exact/guide_rows.h"
 
 namespace lockstep::kernels {
 
-/// Beside its bits a lane's index has room for a fraction: 22 bits in FP32, 6 in half a pair.
-inline constexpr std::uint32_t kIndex = 1u << 22;
-inline constexpr std::uint32_t kIndices = 0x00400040u;  // of a pair
+inline constexpr std::uint32_t kOnes = 0x10001000u;     // index 1, twice
+inline constexpr std::uint32_t kIndices = 0x70007000u;  // where indices stand in a pair of places
+inline constexpr std::uint32_t kSigns = 0x80008000u;
 
-/// A block's scale, twice as BF16, and what |x| is multiplied by to have z. A scale of 0 makes
+/// A block's scale, twice as BF16, and what |x| is multiplied by to have z / 8. A scale of 0 makes
 /// every z 0.
 struct Scale {
   std::uint32_t values;
@@ -61,7 +62,7 @@ __device__ inline std::uint32_t pair_of(std::uint32_t low, std::uint32_t high) {
 
 template <bool kMx>
 __device__ Scale scale_of_byte(std::uint32_t byte, float power) {
-  constexpr float kAbove = 1.0f + 0x1p-16f;
+  constexpr float kAbove = (1.0f + 0x1p-16f) * 0.125f;
   float value = 0.0f;
   float inverse = 0.0f;
   if constexpr (kMx) {
@@ -95,91 +96,90 @@ __device__ inline std::uint32_t block_code(float amax, std::int32_t n) {
   return min(code, std::uint32_t{kE4m3Max});
 }
 
-/// index << 22 of |x| / S with its fraction; at most what rounds to 7 and has 6 below.
-__device__ inline std::uint32_t place_of(float x, float inverse, bool clamped) {
-  constexpr float kBelowSix = 0x1.7ff8p+2f;
-  float z = fabsf(x) * inverse;
-  if (clamped) z = fminf(z, kBelowSix);
-  return float_bits(z * 0x1p-126f);
+/// The places of two elements, just below 7 at most. The product stops at 1, where z is 8.
+__device__ inline std::uint32_t places_of(std::uint32_t x, float inverse) {
+  const float low = __saturatef(fabsf(float_of(x << 16)) * inverse) * 0x1p-123f;
+  const float high = __saturatef(fabsf(float_of(x & 0xFFFF0000u)) * inverse) * 0x1p-123f;
+  return __vminu2(pair_of(float_bits(low) * 64, float_bits(high) * 64), 0x6FFF6FFFu);
 }
 
-/// The nearest index, ties to even, in the bits from 22 up.
-__device__ inline std::uint32_t nearest_of(std::uint32_t place) {
-  constexpr std::uint32_t kNoise = 0x800;  // more than 2^-16 adds, less than 2^-8 of a midpoint
-  return place + (kIndex / 2 - kNoise) + (place >> 11 & kNoise);
+/// The nearest indices, ties to even, in the bits of kIndices.
+__device__ inline std::uint32_t nearest_of(std::uint32_t places) {
+  return places + 0x07FF07FFu + (places >> 12 & 0x00010001u);
 }
 
-/// The indices of the two codes nearer to what the rollout recorded, whose codes are in the lowest
-/// byte; `signs` of x.
-__device__ inline std::uint32_t toward_codes(std::uint32_t below, std::uint32_t signs,
+/// Two codes, the lowest byte of `codes`, where indices and signs stand.
+__device__ inline std::uint32_t spread_codes(std::uint32_t codes) {
+  return (codes << 12 & 0xF000u) | (codes << 24 & 0xF0000000u);
+}
+
+/// The indices, of those at the ends of the brackets, that are nearer to `codes`; `x` has the
+/// signs.
+__device__ inline std::uint32_t toward_codes(std::uint32_t places, std::uint32_t x,
                                              std::uint32_t codes) {
-  const std::uint32_t other = (((codes << 12 & 0x8000u) | (codes << 24)) ^ signs) & 0x80008000u;
-  const std::uint32_t same_side = ~((other >> 15) * 0xFFFFu);
-  const std::uint32_t code = ((codes << 6 & 0x1C0u) | (codes << 18 & 0x01C00000u)) & same_side;
-  return __vmaxu2(__vminu2(code, below + kIndices), below);
+  const std::uint32_t below = places & kIndices;
+  const std::uint32_t other_side = (((codes ^ x) & kSigns) >> 15) * 0xFFFFu;
+  return __vmaxu2(__vminu2(codes & kIndices & ~other_side, below + kOnes), below);
 }
 
-/// Two elements: the indices of their codes under the signs in bits 15 and 31. `moved` counts at
-/// bits 6 and 22 where kBit chooses, else at 0 and 16.
+/// Adds the halves that are not 0 to `counts`, in bits 0 and 16. Halves are below 0x8000.
+__device__ inline void count_nonzero(std::uint32_t pair, std::uint32_t& counts) {
+  counts += (pair + 0x7FFF7FFFu & kSigns) >> 15;
+}
+
+/// Two elements: their values over the scale, as BF16. `recorded` are a lane's bits, spread, or its
+/// codes, of which these are number w. `moved` counts in bits 12 and 28 where kBit chooses, else in
+/// 0 and 16.
 template <Choice kChoice, bool kCounted>
-__device__ std::uint32_t choose_pair(std::uint32_t x, float inverse, std::uint32_t recorded, int w,
-                                     std::uint32_t& moved) {
-  constexpr bool kNeedsNearest = kChoice == Choice::kNearest || kCounted;
-  constexpr std::uint32_t kSigns = 0x80008000u;
-  constexpr std::uint32_t kMost = 0x01BF01BFu;  // just below index 7
-  const std::uint32_t low = place_of(float_of(x << 16), inverse, kNeedsNearest);
-  const std::uint32_t high = place_of(float_of(x & 0xFFFF0000u), inverse, kNeedsNearest);
-  std::uint32_t nearest = 0;
-  if constexpr (kNeedsNearest) nearest = pair_of(nearest_of(low), nearest_of(high));
-  if constexpr (kChoice == Choice::kNearest) return (nearest & 0x01C001C0u) | (x & kSigns);
-  std::uint32_t places = pair_of(low, high);
-  if constexpr (!kNeedsNearest) places = __vminu2(places, kMost);
+__device__ std::uint32_t guide_pair(std::uint32_t x, float inverse, std::uint32_t recorded, int w,
+                                    std::uint32_t& moved) {
+  const std::uint32_t places = places_of(x, inverse);
+  std::uint32_t indices = 0;
+  std::uint32_t signs = x & kSigns;
+  if constexpr (kChoice == Choice::kNearest) indices = nearest_of(places) & kIndices;
   if constexpr (kChoice == Choice::kBit) {
-    // Spread by the caller: element i's bit at 6 + i and, for odd ones, at 21 + i.
-    const std::uint32_t bits = recorded >> 2 * w & kIndices;
-    if constexpr (kCounted) moved += (nearest ^ bits) & kIndices;
-    return ((places + kIndices - bits) & 0x01800180u) | bits | (x & kSigns);
+    const std::uint32_t bits = recorded << (6 - 2 * w) & kOnes;
+    if constexpr (kCounted) moved += (nearest_of(places) ^ bits) & kOnes;
+    indices = (places + kOnes - bits & kIndices & ~kOnes) | bits;
   }
-  const std::uint32_t codes = recorded >> 8 * w;
-  std::uint32_t indices = (codes << 6 & 0x1C0u) | (codes << 18 & 0x01C00000u);
-  std::uint32_t signs = (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
-  std::uint32_t different = 0;
   if constexpr (kChoice == Choice::kCodeGuided) {
-    indices = toward_codes(places & 0x01C001C0u, x, codes);
-    signs = x & kSigns;
-  } else {
-    // Another sign counts unless the code is zero: bit 9 of a half, out of the indices' way.
-    const std::uint32_t nonzero = (indices + 0x7FFF7FFFu) & kSigns;
-    different = ((signs ^ x) & nonzero) >> 6;
+    indices = toward_codes(places, x, spread_codes(recorded >> 8 * w));
+    count_nonzero(indices ^ (nearest_of(places) & kIndices), moved);
   }
-  different |= indices ^ (nearest & 0x01C001C0u);
-  moved += ((different + 0x7FFF7FFFu) & kSigns) >> 15;
-  return indices | signs;
+  if constexpr (kChoice == Choice::kCodeForced) {
+    const std::uint32_t codes = spread_codes(recorded >> 8 * w);
+    indices = codes & kIndices;
+    signs = codes & kSigns;
+    // Another sign is another code unless it is zero's.
+    const std::uint32_t other_side = (codes ^ x) & (indices + 0x7FFF7FFFu) & kSigns;
+    count_nonzero((indices ^ (nearest_of(places) & kIndices)) | other_side >> 6, moved);
+  }
+  constexpr std::uint32_t kUnit = 0x7E807E80u;  // 2^126
+  return product_of(indices >> 6 | signs, kUnit);
 }
 
 /// A lane's eight elements; `recorded` are their bits or codes.
 template <Choice kChoice, bool kCounted>
 __device__ uint4 guide_eight(uint4 x, Scale scale, std::uint32_t recorded, std::uint32_t& moved) {
   std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
+  // Element i's bit at 6 + i, and once more at 21 + i: an even and an odd one 16 apart.
   if constexpr (kChoice == Choice::kBit) recorded = recorded << 6 | recorded << 21;
   std::uint32_t moved_here = 0;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const std::uint32_t indices =
-        choose_pair<kChoice, kCounted>(words[w], scale.inverse, recorded, w, moved_here);
-    constexpr std::uint32_t kUnit = 0x7E807E80u;  // 2^126
-    words[w] = product_without_negative_zeros(product_of(indices, kUnit), scale.values);
+    const std::uint32_t pair =
+        guide_pair<kChoice, kCounted>(words[w], scale.inverse, recorded, w, moved_here);
+    words[w] = product_without_negative_zeros(pair, scale.values);
   }
+  if constexpr (kChoice == Choice::kBit) moved_here >>= 12;
   if constexpr (kCounted)
     moved += scale.values != 0 ? moved_here : 0;  // at scale 0 all codes are 0
   return {words[0], words[1], words[2], words[3]};
 }
 
-/// How many a row's pairs counted.
-template <Choice kChoice>
-__device__ int sum_of_moved(std::uint32_t moved) {
-  if constexpr (kChoice == Choice::kBit) moved >>= 6;
-  return static_cast<int>((moved & 0x3FFu) + (moved >> 16));
+/// How many were moved.
+__device__ inline int sum_of_moved(std::uint32_t moved) {
+  return static_cast<int>((moved & 0xFFFFu) + (moved >> 16));
 }
 
 }  // namespace lockstep::kernels

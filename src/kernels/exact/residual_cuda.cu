@@ -56,10 +56,19 @@ __device__ void read_part(const Params& p, std::int64_t row, int at,
   const Bf16* from = p.x + row * p.x_stride + at;
   const std::uint8_t* bytes = p.codes + row * p.codes_stride + at / 2;
   codes[1] = 0;
-  if (p.aligned && kLanes == 4) {
-    const uint2 words = *reinterpret_cast<const uint2*>(from);
-    x[0] = words.x, x[1] = words.y;
-    codes[0] = *reinterpret_cast<const std::uint16_t*>(bytes);
+  if (p.aligned) {
+    if constexpr (kLanes == 4) {
+      const uint2 words = *reinterpret_cast<const uint2*>(from);
+      x[0] = words.x, x[1] = words.y;
+      codes[0] = *reinterpret_cast<const std::uint16_t*>(bytes);
+    } else {
+      const uint4 low = reinterpret_cast<const uint4*>(from)[0];
+      const uint4 high = reinterpret_cast<const uint4*>(from)[1];
+      const uint2 pair = *reinterpret_cast<const uint2*>(bytes);
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+      codes[0] = pair.x, codes[1] = pair.y;
+    }
     return;
   }
 #pragma unroll
@@ -137,8 +146,12 @@ __device__ void write_part(const Params& p, std::int64_t row, int at, std::uint6
                            std::uint8_t scale) {
   if (at % kGroup == 0) p.out_scales[row * p.out_scales_stride + at / kGroup] = scale;
   std::uint8_t* to = p.out_codes + row * p.out_codes_stride + at / 2;
-  if (p.aligned && kLanes == 4) {
-    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(codes);
+  if (p.aligned) {
+    if constexpr (kLanes == 4) {
+      *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(codes);
+    } else {
+      *reinterpret_cast<std::uint64_t*>(to) = codes;
+    }
     return;
   }
 #pragma unroll
@@ -182,9 +195,11 @@ __device__ bool is_chosen(const float* scores, int units, int own, int count, in
   const float score = scores[own];
   int before = 0;
 #pragma unroll 8
-  for (int j = lane; j < units; j += kLanes) {
-    const float other = scores[j];
-    before += other > score || (other == score && j < own);
+  for (int j = lane; j < own; j += kLanes) before += scores[j] >= score;
+  const int after = own / kLanes * kLanes + lane;
+#pragma unroll 8
+  for (int j = after > own ? after : after + kLanes; j < units; j += kLanes) {
+    before += scores[j] > score;
   }
 #pragma unroll
   for (int other = 1; other < kLanes; other *= 2) {
@@ -301,8 +316,9 @@ bool is_on(const void* data, std::int64_t stride, std::int64_t bytes) {
 template <Stage kStage>
 void launch(const Params& p, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(p.rows);
-  // Four lanes a group where a block has as many threads.
-  if (4 * p.groups <= kMostThreads) {
+  // Four lanes a group make a step's few rows faster and many rows slower.
+  constexpr std::int64_t kFewRows = 1024;
+  if (4 * p.groups <= kMostThreads && p.rows <= kFewRows) {
     residual_kernel<kStage, 4><<<rows, (4 * p.groups + 31) / 32 * 32, 0, stream>>>(p);
   } else {
     residual_kernel<kStage, 1><<<rows, (p.groups + 31) / 32 * 32, 0, stream>>>(p);
@@ -336,8 +352,8 @@ Params params_of(const ResidualArgs& args) {
   p.units = (p.groups + p.together - 1) / p.together;
   p.per_mille = args.per_mille;
   p.pattern = args.pattern;
-  p.aligned = is_on(p.x, 2 * p.x_stride, 8) && is_on(p.codes, p.codes_stride, 2) &&
-              is_on(p.out_codes, p.out_codes_stride, 2);
+  p.aligned = is_on(p.x, 2 * p.x_stride, 16) && is_on(p.codes, p.codes_stride, 8) &&
+              is_on(p.out_codes, p.out_codes_stride, 8);
   return p;
 }
 
