@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/parallel.h"
+#include "kernels/dense/attention_cuda.h"
 #include "kernels/dense/attention_rows.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/vectors.h"
@@ -186,8 +187,12 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
   const std::int64_t rows = args.x.shape[0];
   const std::int64_t width = args.x.shape[1];
   const PagedKv& kv = args.kv;
-  require_shape("write_kv", "x", args.x, rows, width);
+  const Device device = args.x.device;
+  require_shape("write_kv", "x", args.x, rows, width, device);
   require_cache("write_kv", kv, width);
+  if (on_cuda("write_kv", device)) {
+    if constexpr (build::has_cuda) return write_kv_cuda(args, stream);
+  }
   require_rows("write_kv", args.rows, rows, kv.page_tokens);
   const auto target = [&](std::int64_t row) {
     const auto i = static_cast<std::size_t>(row);
@@ -222,17 +227,21 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
   }
 }
 
-void attention(const AttentionArgs& args, Stream) {
+void attention(const AttentionArgs& args, Stream stream) {
+  const Device device = args.q.device;
   const std::int64_t rows = args.q.shape[0];
   const std::int64_t dim = args.head_dim;
   if (dim <= 0 || args.num_kv_heads <= 0 || args.num_heads % args.num_kv_heads != 0) {
     throw Error(cat({"attention: ", args.num_heads, " heads on ", args.num_kv_heads,
                      " KV heads of ", dim, "; expected a whole number of heads on each"}));
   }
-  require_shape("attention", "q", args.q, rows, args.num_heads * dim);
-  require_shape("attention", "out", args.out, rows, args.num_heads * dim);
+  require_shape("attention", "q", args.q, rows, args.num_heads * dim, device);
+  require_shape("attention", "out", args.out, rows, args.num_heads * dim, device);
   require_cache("attention: k", args.k, args.num_kv_heads * dim);
   require_cache("attention: v", args.v, args.num_kv_heads * dim);
+  if (on_cuda("attention", device)) {
+    if constexpr (build::has_cuda) return attention_cuda(args, stream);
+  }
   require_rows("attention", args.rows, rows, std::min(args.k.page_tokens, args.v.page_tokens));
   const std::vector<AttentionTile> work = tiles(args);
   const KvTables k_tables(args.k);

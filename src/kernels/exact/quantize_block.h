@@ -1,5 +1,5 @@
 /// The definition of quantize(), a block at a time. Table-free and constexpr, so that the CPU's
-/// reference and the CUDA kernels compile the same lines. Inside kernels/exact/ only.
+/// reference and the CUDA kernels compile the same lines. Inside kernels/ only.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,200 @@
+#include <algorithm>
+#include <cmath>
+
+#include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
+#include "kernels/dense/attention_kernel_cuda.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr std::int32_t kMostGroup = 16;  // heads that share a KV head
+
+struct CombineParams {
+  const float* sums;
+  const float* tops;
+  Bf16* out;
+  std::int64_t out_stride;
+  const std::int32_t* positions;
+  std::int32_t heads;
+  std::int32_t splits;
+  float value_scale;
+};
+
+/// What attention_kernel does when it folds the splits itself, for one head of one row: the running
+/// maxima of 32 splits at once, the sums in their order. A thread a channel.
+template <int kDim>
+__global__ void __launch_bounds__(kDim)
+    combine_splits_kernel(const __grid_constant__ CombineParams p) {
+  const std::int64_t row = blockIdx.x;
+  const int head = static_cast<int>(blockIdx.y);
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int splits = p.positions[row] / kSplitKeys + 1;
+  const std::int64_t first = (row * p.heads + head) * p.splits;
+  const float* const sums = p.sums + first * kDim + threadIdx.x;
+  float running = minus_infinity();
+  float total = 0.0f;
+  float sum = 0.0f;
+  for (int begin = 0; begin < splits; begin += 32) {
+    const int count = min(32, splits - begin);
+    float top = minus_infinity();
+    float own_total = 0.0f;
+    if (lane < count) {
+      top = p.tops[2 * (first + begin + lane)];
+      own_total = p.tops[2 * (first + begin + lane) + 1];
+    }
+    float now = fmaxf(running, top);  // the greatest up to and with this split
+    for (int step = 1; step < 32; step *= 2) {
+      const float before = __shfl_up_sync(kAll, now, static_cast<unsigned>(step));
+      if (lane >= step) now = fmaxf(now, before);
+    }
+    float before = __shfl_up_sync(kAll, now, 1);
+    if (lane == 0) before = running;
+    const float factor = shrink(before, now);
+    const float more = shrink(top, now);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float a = __shfl_sync(kAll, factor, i);
+      const float b = __shfl_sync(kAll, more, i);
+      total = fold(total, a, __shfl_sync(kAll, own_total, i), b);
+      sum = fold(sum, a, sums[std::int64_t{begin + i} * kDim], b);
+    }
+    running = __shfl_sync(kAll, now, 31);
+  }
+  p.out[row * p.out_stride + head * kDim + static_cast<int>(threadIdx.x)] =
+      to_bf16(__fdiv_rn(__fmul_rn(sum, p.value_scale), total));
+}
+
+void combine(const AttentionParams& p, int dim, std::int64_t rows, Stream stream) {
+  const CombineParams params{p.sums,      p.tops,  p.out,    p.out_stride,
+                             p.positions, p.heads, p.splits, p.value_scale};
+  const auto kernel = dim == 32   ? combine_splits_kernel<32>
+                      : dim == 64 ? combine_splits_kernel<64>
+                                  : combine_splits_kernel<128>;
+  kernel<<<dim3(static_cast<unsigned>(rows), static_cast<unsigned>(p.heads)),
+           static_cast<unsigned>(dim), 0, cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("combine_splits_kernel");
+}
+
+KvFormat format_of(const Quantizer& rule) {
+  if (!rule.quantizes()) return KvFormat::kBf16;
+  if (rule.is_wide()) return KvFormat::kE4m3;
+  return rule.is_mx() ? KvFormat::kMxfp4 : KvFormat::kNvfp4;
+}
+
+std::int32_t splits_of(std::int32_t longest) {
+  return (std::max(longest, 1) + kSplitKeys - 1) / kSplitKeys;
+}
+
+void check(const AttentionArgs& args) {
+  const std::int32_t dim = args.head_dim;
+  if (dim != 32 && dim != 64 && dim != 128) {
+    throw Error(cat({"attention: head_dim is ", dim, "; a CUDA device takes 32, 64 or 128"}));
+  }
+  if (args.num_heads / args.num_kv_heads > kMostGroup) {
+    throw Error(cat({"attention: ", args.num_heads, " heads on ", args.num_kv_heads,
+                     " KV heads; a CUDA device takes at most ", kMostGroup, " heads on each"}));
+  }
+  if (!(args.k.rule == args.v.rule) || args.k.page_tokens != args.v.page_tokens) {
+    throw Error(
+        "attention: K and V have different rules or pages; on a CUDA device both are alike");
+  }
+  if (args.rows.table.empty() || args.rows.longest < 1 ||
+      args.rows.longest > args.rows.table.shape[1] * args.k.page_tokens) {
+    throw Error(cat({"attention: rows.longest is ", args.rows.longest, ", the table has ",
+                     args.rows.table.shape[1], " pages of ", args.k.page_tokens,
+                     " tokens; expected 1.. and no more than those hold"}));
+  }
+}
+
+/// How a block's heads of a row come into shared memory.
+void lay_out(const AttentionArgs& args, AttentionParams& p) {
+  const std::int32_t heads = args.num_kv_heads;
+  p.block_heads = heads % kMostHeads == 0 ? kMostHeads : heads % 2 == 0 ? 2 : 1;
+  const Quantizer& rule = args.k.rule;
+  const std::int32_t dim = args.head_dim;
+  const auto codes =
+      static_cast<std::int32_t>(rule.quantizes() ? rule.code_bytes(dim) : 2 * std::int64_t{dim});
+  const auto scales = static_cast<std::int32_t>(rule.quantizes() ? rule.scale_cols(dim) : 0);
+  p.row_bytes = args.k.row_bytes;
+  p.code_bytes = p.code_offset = p.block_heads * codes;
+  p.scale_bytes = p.scale_offset = p.block_heads * scales;
+  p.scales_at = heads * codes;
+  const std::int32_t row = p.code_bytes + p.scale_bytes;
+  p.stride = (row + 15) / 16 * 16;
+  const auto is_aligned = [](const PagedKv& kv) {
+    return (reinterpret_cast<std::uintptr_t>(kv.pool) % 16 | kv.page_bytes % 16 | kv.offset % 16 |
+            kv.row_bytes % 16) == 0;
+  };
+  p.copy = KvCopy::kBytes;
+  if (!is_aligned(args.k) || !is_aligned(args.v)) return;
+  if (p.block_heads == heads && p.stride == row) {
+    p.copy = KvCopy::kRuns;
+  } else if (p.code_bytes % 16 == 0 && p.scale_bytes % 16 == 0 && p.scales_at % 16 == 0) {
+    p.copy = KvCopy::kRows;
+  }
+}
+
+/// Whether splits go to blocks of their own. It changes no bit.
+bool takes_splits_apart(const AttentionArgs& args, std::int64_t tiles, std::int32_t block_heads) {
+  const std::int64_t wanted =
+      attention_workspace(args.q.shape[0], args.num_heads, args.head_dim, args.rows.longest);
+  if (static_cast<std::int64_t>(args.workspace.size()) < wanted) return false;
+  if (splits_of(args.rows.longest) == 1) return false;
+  const std::int64_t blocks = tiles * (args.num_kv_heads / block_heads);
+  return args.rows.tiles.empty() || blocks < 2 * cuda::multiprocessors(args.q.device.index);
+}
+
+}  // namespace
+
+std::int32_t rows_of_tile(std::int32_t group) { return std::max(1, kMostGroup / group); }
+
+std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std::int32_t head_dim,
+                                 std::int32_t longest) {
+  return rows * num_heads * splits_of(longest) * (head_dim + 2) *
+         static_cast<std::int64_t>(sizeof(float));
+}
+
+void attention_cuda(const AttentionArgs& args, Stream stream) {
+  check(args);
+  const std::int64_t rows = args.q.shape[0];
+  if (rows == 0) return;
+  const cuda::OnDevice scope(args.q.device.index);
+  const KvFormat format = format_of(args.k.rule);
+  const bool fp16 = format == KvFormat::kNvfp4 || format == KvFormat::kE4m3;
+  const std::int32_t code_shift = format == KvFormat::kNvfp4 ? kCodeShift : 0;
+  AttentionParams p{};
+  p.q = args.q.data;
+  p.out = args.out.data;
+  p.q_stride = args.q.stride[0];
+  p.out_stride = args.out.stride[0];
+  p.k = {args.k.pool + args.k.offset, args.k.page_bytes};
+  p.v = {args.v.pool + args.v.offset, args.v.page_bytes};
+  p.positions = args.rows.positions.data();
+  p.sequence = args.rows.sequence.data();
+  p.table = args.rows.table.data;
+  p.table_stride = args.rows.table.stride[0];
+  p.tiles = args.rows.tiles.empty() ? nullptr : args.rows.tiles.data();
+  p.heads = args.num_heads;
+  p.group = args.num_heads / args.num_kv_heads;
+  p.splits = splits_of(args.rows.longest);
+  p.page_tokens = args.k.page_tokens;
+  p.score_scale = std::ldexp(1.44269504f / std::sqrt(static_cast<float>(args.head_dim)),
+                             fp16 ? args.k.exponent + code_shift : 0);
+  p.value_scale = std::ldexp(1.0f, fp16 ? args.v.exponent + code_shift : 0);
+  lay_out(args, p);
+  const auto tiles = p.tiles == nullptr ? rows : static_cast<std::int64_t>(args.rows.tiles.size());
+  if (takes_splits_apart(args, tiles, p.block_heads)) {
+    p.sums = reinterpret_cast<float*>(args.workspace.data());
+    p.tops = p.sums + rows * p.heads * p.splits * args.head_dim;
+  }
+  const int groups = p.group > 8 || p.tiles != nullptr ? 2 : 1;
+  const auto launch = format == KvFormat::kNvfp4   ? launch_attention_nvfp4
+                      : format == KvFormat::kMxfp4 ? launch_attention_mxfp4
+                      : format == KvFormat::kE4m3  ? launch_attention_e4m3
+                                                   : launch_attention_bf16;
+  launch(p, args.head_dim, groups, static_cast<unsigned>(tiles), stream.handle);
+  if (p.sums != nullptr) combine(p, args.head_dim, rows, stream);
+}
+
+}  // namespace lockstep::kernels

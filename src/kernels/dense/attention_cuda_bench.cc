@@ -1,0 +1,192 @@
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "base/text.h"
+#include "device/cuda/bench.h"
+#include "kernels/dense/attention.h"
+#include "kernels/dense/check.h"
+#include "kernels/exact/quantize.h"
+
+namespace lockstep::kernels {
+namespace {
+
+using cuda::Bench;
+using cuda::BenchCase;
+
+constexpr std::int32_t kHeads = 32;
+constexpr std::int32_t kKvHeads = 4;
+constexpr std::int32_t kDim = 128;
+constexpr std::int32_t kWidth = kKvHeads * kDim;
+constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
+                              .scale = ScaleFormat::kE4m3,
+                              .global = GlobalScale::kStatic,
+                              .global_is_power_of_two = true};
+
+/// K and V of one layer for some sequences, in pages that lie in no order.
+struct Cache {
+  Quantizer rule;
+  Buffer pool, table, positions, sequence, tiles, q, out, workspace;
+  std::int64_t rows = 0, batch = 0, pages_each = 0, sequence_tokens = 0;
+  std::int32_t page_tokens = 16, row_bytes = 0;
+  std::int64_t tile_count = 0;
+
+  std::int64_t page_bytes() const { return 2ll * page_tokens * row_bytes; }
+};
+
+/// A pool full of the codes of normal numbers: a part made on the host, many times over.
+Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
+                 std::uint64_t seed) {
+  if (!rule.quantizes()) return bench.normal_bf16(bytes / 2, seed);
+  const std::int64_t rows = 4096;
+  std::mt19937 random(static_cast<std::uint32_t>(seed));
+  std::normal_distribution<float> gauss;
+  std::vector<Bf16> x(static_cast<std::size_t>(rows * kWidth));
+  for (Bf16& value : x) value = to_bf16(gauss(random));
+  const std::int64_t codes = rule.code_bytes(kWidth), scales = rule.scale_cols(kWidth);
+  std::vector<std::uint8_t> part(static_cast<std::size_t>(rows * (codes + scales)));
+  const std::int64_t row = codes + scales;
+  quantize({.x = rows_of<const Bf16>(x.data(), rows, kWidth),
+            .rule = rule,
+            .exponent = -7,
+            .out = {.codes = {part.data(), {rows, codes}, {row, 1}},
+                    .scales = {part.data() + codes, {rows, scales}, {row, 1}},
+                    .global = {}}});
+  const Buffer made = to_device(part, bench.device());
+  Buffer pool(bench.device(), bytes);
+  for (std::int64_t at = 0; at < bytes; at += made.bytes()) {
+    copy_bytes(pool.as<>() + at, bench.device(), made.as<void>(), bench.device(),
+               std::min(made.bytes(), bytes - at), {});
+  }
+  synchronize(bench.device());
+  return pool;
+}
+
+/// `chunk` rows at the end of each of `batch` sequences of `tokens`.
+Cache make_cache(const Bench& bench, const Quantizer& rule, std::int64_t batch, std::int64_t tokens,
+                 std::int64_t chunk, std::uint64_t seed) {
+  Cache c;
+  c.rule = rule;
+  c.rows = batch * chunk;
+  c.batch = batch;
+  c.sequence_tokens = tokens;
+  c.row_bytes = static_cast<std::int32_t>(
+      rule.quantizes() ? rule.code_bytes(kWidth) + rule.scale_cols(kWidth) : 2 * kWidth);
+  c.pages_each = (tokens + c.page_tokens - 1) / c.page_tokens;
+  c.pool = full_pool(bench, rule, batch * c.pages_each * c.page_bytes(), seed);
+  std::vector<std::int32_t> table(static_cast<std::size_t>(batch * c.pages_each));
+  std::iota(table.begin(), table.end(), 0);
+  std::mt19937 random(static_cast<std::uint32_t>(seed));
+  std::shuffle(table.begin(), table.end(), random);
+  std::vector<std::int32_t> positions, sequence;
+  std::vector<RowTile> tiles;
+  const std::int32_t together = rows_of_tile(kHeads / kKvHeads);
+  for (std::int64_t s = 0; s < batch; ++s) {
+    for (std::int64_t i = 0; i < chunk; ++i) {
+      if (i % together == 0) {
+        tiles.push_back({static_cast<std::int32_t>(positions.size()),
+                         static_cast<std::int32_t>(std::min<std::int64_t>(together, chunk - i))});
+      }
+      positions.push_back(static_cast<std::int32_t>(tokens - chunk + i));
+      sequence.push_back(static_cast<std::int32_t>(s));
+    }
+  }
+  c.table = to_device(table, bench.device());
+  c.positions = to_device(positions, bench.device());
+  c.sequence = to_device(sequence, bench.device());
+  c.tiles = to_device(tiles, bench.device());
+  c.tile_count = static_cast<std::int64_t>(tiles.size());
+  c.q = bench.normal_bf16(c.rows * kHeads * kDim, seed + 1);
+  c.out = Buffer(bench.device(), c.rows * kHeads * kDim * 2);
+  if (chunk == 1) {
+    c.workspace = Buffer(bench.device(), attention_workspace(c.rows, kHeads, kDim,
+                                                             static_cast<std::int32_t>(tokens)));
+  }
+  return c;
+}
+
+void launch(const Bench& bench, const Cache& c, bool in_tiles, Stream stream) {
+  PagedKv k{.pool = c.pool.as<>(),
+            .page_bytes = c.page_bytes(),
+            .offset = 0,
+            .page_tokens = c.page_tokens,
+            .row_bytes = c.row_bytes,
+            .rule = c.rule,
+            .exponent = -7};
+  PagedKv v = k;
+  v.offset = c.page_bytes() / 2;
+  const auto rows = static_cast<std::size_t>(c.rows);
+  attention({.q = rows_of(c.q.as<const Bf16>(), c.rows, kHeads * kDim, bench.device()),
+             .k = k,
+             .v = v,
+             .rows = {.positions = {c.positions.as<std::int32_t>(), rows},
+                      .sequence = {c.sequence.as<std::int32_t>(), rows},
+                      .pages = {},
+                      .table = rows_of(c.table.as<const std::int32_t>(), c.batch, c.pages_each,
+                                       bench.device()),
+                      .longest = static_cast<std::int32_t>(c.sequence_tokens),
+                      .tiles = {c.tiles.as<RowTile>(),
+                                in_tiles ? static_cast<std::size_t>(c.tile_count) : 0}},
+             .num_heads = kHeads,
+             .num_kv_heads = kKvHeads,
+             .head_dim = kDim,
+             .out = rows_of(c.out.as<Bf16>(), c.rows, kHeads * kDim, bench.device()),
+             .workspace = {c.workspace.as<>(), static_cast<std::size_t>(c.workspace.bytes())}},
+            stream);
+}
+
+void decode(Bench& bench) {
+  bench.heading("attention, decode: 32 heads on 4 KV heads of 128, pages of 16 tokens");
+  struct Size {
+    std::int64_t batch, tokens;
+  };
+  for (const Size size :
+       {Size{1, 2048}, {1, 32768}, {4, 8192}, {16, 8192}, {64, 8192}, {1, 131072}, {8, 32768}}) {
+    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
+      const double row =
+          rule.quantizes() ? static_cast<double>(kWidth) * 9 / 16 : static_cast<double>(kWidth) * 2;
+      const double bytes = 2 * row * static_cast<double>(size.batch * size.tokens);
+      const int sets = Bench::sets_of(bytes);
+      std::vector<Cache> caches;
+      for (int i = 0; i < sets; ++i) {
+        caches.push_back(make_cache(bench, rule, size.batch, size.tokens, 1,
+                                    static_cast<std::uint64_t>(100 + i)));
+      }
+      bench.run({.name = rule.quantizes() ? "decode nvfp4 kv" : "decode bf16 kv",
+                 .size = cat({"B=", size.batch, " C=", size.tokens}),
+                 .bytes = bytes,
+                 .floor = cuda::Floor::kRead,
+                 .sets = sets,
+                 .launch = [&](int set, Stream stream) {
+                   launch(bench, caches[static_cast<std::size_t>(set)], false, stream);
+                 }});
+    }
+  }
+}
+
+void prefill(Bench& bench) {
+  bench.heading(
+      "attention, prefill of a chunk at the end of a sequence; floor by FLOP of whole keys");
+  struct Size {
+    std::int64_t batch, tokens, chunk;
+  };
+  for (const Size size : {Size{1, 8192, 2048}, {4, 2048, 2048}}) {
+    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
+      const Cache cache = make_cache(bench, rule, size.batch, size.tokens, size.chunk, 7);
+      const double keys = static_cast<double>(size.tokens) - static_cast<double>(size.chunk) / 2;
+      bench.run({.name = rule.quantizes() ? "prefill nvfp4 kv" : "prefill bf16 kv",
+                 .size = cat({"B=", size.batch, " C=", size.tokens, " rows=", size.chunk}),
+                 .bytes = static_cast<double>(cache.pool.bytes()),
+                 .flop = 4.0 * kHeads * kDim * keys * static_cast<double>(cache.rows),
+                 .floor = cuda::Floor::kRead,
+                 .launch = [&](int, Stream stream) { launch(bench, cache, true, stream); },
+                 .launches = 3});
+    }
+  }
+}
+
+const cuda::BenchEntry kDecode("attention_decode", decode);
+const cuda::BenchEntry kPrefill("attention_prefill", prefill);
+
+}  // namespace
+}  // namespace lockstep::kernels

@@ -1,0 +1,11 @@
+#include "device/cuda/check.h"
+#include "kernels/dense/attention_kernel_cuda.h"
+
+namespace lockstep::kernels {
+
+void launch_attention_mxfp4(const AttentionParams& p, int dim, int groups, unsigned tiles,
+                            void* stream) {
+  launch_format<KvFormat::kMxfp4>(p, dim, groups, tiles, stream);
+}
+
+}  // namespace lockstep::kernels
