@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/parallel.h"
+#include "device/memory.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/linear_rows.h"
 #include "kernels/dense/vectors.h"
@@ -82,20 +83,41 @@ void run(const GroupedLinearArgs& args, TensorView<Bf16, 2> y_bf16) {
   });
 }
 
+std::int64_t bytes_of(std::int64_t elements) {
+  return elements * static_cast<std::int64_t>(sizeof(Bf16));
+}
+
+/// pack_rows() onto a CUDA device.
+void copy_rows(const TensorView<const Bf16, 2>& rows, std::int64_t first, const PackedMatrix& into,
+               Stream stream) {
+  const std::int64_t count = rows.shape[0];
+  const std::int64_t at_once = rows.stride[0] == into.in ? count : 1;
+  for (std::int64_t row = 0; row < count; row += at_once) {
+    copy_bytes(into.data + (first + row) * into.in, into.device, rows.data + row * rows.stride[0],
+               rows.device, bytes_of(at_once * into.in), stream);
+  }
+  if (first + count < into.out) return;
+  fill_bytes(into.data + into.out * into.in, into.device, 0,
+             bytes_of(packed_elements(into.out, into.in) - into.out * into.in), stream);
+}
+
 }  // namespace
 
 std::int64_t packed_elements(std::int64_t out, std::int64_t in) {
   return panels(out) * kPanel * in;
 }
 
-void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedMatrix& into) {
+void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedMatrix& into,
+               Stream stream) {
   require_packed("pack_rows", into);
-  require_shape("pack_rows", "rows", rows, rows.shape[0], into.in);
+  const bool there = on_cuda("pack_rows", into.device);
+  require_shape("pack_rows", "rows", rows, rows.shape[0], into.in, there ? rows.device : Device{});
   const std::int64_t end = first + rows.shape[0];
   if (first < 0 || end > into.out) {
     throw Error(cat({"pack_rows: rows ", first, "..", end - 1, " do not fit a weight of ", into.out,
                      " outputs"}));
   }
+  if (there) return copy_rows(rows, first, into, stream);
   for (std::int64_t row = 0; row < rows.shape[0]; ++row) {
     const Bf16* from = rows.data + row * rows.stride[0];
     for (std::int64_t i = 0; i < into.in; ++i) element(into, first + row, i) = from[i];
@@ -107,31 +129,48 @@ void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedM
 }
 
 void unpack_row(const PackedMatrix& from, std::int64_t row, std::span<Bf16> into) {
+  if (on_cuda("unpack_row", from.device)) {
+    copy_bytes(into.data(), {}, from.data + row * from.in, from.device, bytes_of(from.in));
+    return synchronize(from.device);
+  }
   for (std::int64_t i = 0; i < from.in; ++i) {
     into[static_cast<std::size_t>(i)] = element(from, row, i);
   }
 }
 
-void linear_bf16(const LinearArgs& args, Stream) {
+void linear_bf16(const LinearArgs& args, Stream stream) {
   const PackedMatrix& weight = args.weight;
   require_packed("linear_bf16", weight);
   const std::int64_t rows = args.x.shape[0];
-  require_shape("linear_bf16", "x", args.x, rows, weight.in);
+  const Device device = weight.device;
+  require_shape("linear_bf16", "x", args.x, rows, weight.in, device);
   if (args.y.empty() == args.y_bf16.empty() && rows > 0) {
     throw Error("linear_bf16: give exactly one of y and y_bf16");
   }
-  if (!args.y.empty()) require_shape("linear_bf16", "y", args.y, rows, weight.out);
-  if (!args.y_bf16.empty()) require_shape("linear_bf16", "y_bf16", args.y_bf16, rows, weight.out);
+  if (!args.y.empty()) require_shape("linear_bf16", "y", args.y, rows, weight.out, device);
+  if (!args.y_bf16.empty()) {
+    require_shape("linear_bf16", "y_bf16", args.y_bf16, rows, weight.out, device);
+  }
+  if (on_cuda("linear_bf16", device)) {
+    if constexpr (build::has_cuda) {
+      return linear_cuda(
+          {.x = args.x, .offsets = {}, .weights = weight, .y = args.y, .split_k = args.split_k},
+          false, args.y_bf16, stream);
+    }
+  }
   const std::int32_t offsets[2] = {0, static_cast<std::int32_t>(rows)};
   run({.x = args.x, .offsets = offsets, .weights = weight, .y = args.y, .split_k = args.split_k},
       args.y_bf16);
 }
 
-void grouped_linear_bf16(const GroupedLinearArgs& args, Stream) {
+void grouped_linear_bf16(const GroupedLinearArgs& args, Stream stream) {
   require_packed("grouped_linear_bf16", args.weights);
   const std::int64_t rows = args.x.shape[0];
-  require_shape("grouped_linear_bf16", "x", args.x, rows, args.weights.in);
-  require_shape("grouped_linear_bf16", "y", args.y, rows, args.weights.out);
+  require_shape("grouped_linear_bf16", "x", args.x, rows, args.weights.in, args.weights.device);
+  require_shape("grouped_linear_bf16", "y", args.y, rows, args.weights.out, args.weights.device);
+  if (on_cuda("grouped_linear_bf16", args.weights.device)) {
+    if constexpr (build::has_cuda) return linear_cuda(args, true, {}, stream);
+  }
   const auto& offsets = args.offsets;
   if (offsets.empty() || offsets.front() != 0 || offsets.back() != rows ||
       !std::is_sorted(offsets.begin(), offsets.end())) {

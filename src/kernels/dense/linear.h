@@ -15,19 +15,24 @@ inline constexpr std::int64_t kPanel = 32;
 /// in a pair, output by output, even input first. Element (o, i) lies at
 ///   (o / 32 * in + i / 2 * 2) * 32 + o % 32 * 2 + i % 2
 /// and what the last panel lacks in outputs is 0.
+///
+/// On a CUDA device the rows lie as they are, element (o, i) at o * in + i, with the same padding.
 struct PackedMatrix {
   Bf16* data = nullptr;
   std::int64_t out = 0;
   std::int64_t in = 0;  // even
+  Device device{};
 };
 
 /// Elements of a packed matrix, padding included.
 std::int64_t packed_elements(std::int64_t out, std::int64_t in);
 
 /// Writes `rows` [n, in] as the outputs first..first+n-1 of `into`, and zeros past its last output.
-void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedMatrix& into);
+/// Onto a CUDA device rows may come from the CPU: then the call waits.
+void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedMatrix& into,
+               Stream stream = {});
 
-/// Reads output `row` of `from` back.
+/// Reads output `row` of `from` back, to the CPU.
 void unpack_row(const PackedMatrix& from, std::int64_t row, std::span<Bf16> into);
 
 struct LinearArgs {
@@ -44,6 +49,10 @@ struct LinearArgs {
 /// one of a pair first, so that it depends on its own row and K alone: not on how many rows there
 /// are, nor on tiles or threads. With split_k the inputs are summed in two halves (the first of
 /// in / 2 rounded down to even), each sum rounded to BF16, and the two added in FP32.
+///
+/// On a CUDA device an output is the sum, in order, of 8 such sums over an eighth of the inputs
+/// each, by tensor cores: another order than the CPU's, and as independent of everything else. `in`
+/// is a multiple of 32 there, with split_k of 64; spans lie on the device and are not looked at.
 /// Tolerance class. The ISAs give the same bits except where vdpbf16ps flushes a subnormal.
 /// Throws Error naming the argument, its value and what was expected.
 void linear_bf16(const LinearArgs& args, Stream stream);

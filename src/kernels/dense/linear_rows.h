@@ -24,6 +24,10 @@ inline std::int64_t offset_of(const PanelArgs& args, std::int64_t row) {
   return (args.to == nullptr ? row : args.to[row]) * args.y_stride;
 }
 
+/// `grouped`: by args.offsets, which lie on the device.
+void linear_cuda(const GroupedLinearArgs& args, bool grouped, TensorView<Bf16, 2> y_bf16,
+                 Stream stream);
+
 void linear_panel_portable(const PanelArgs& args);
 void linear_panel_avx2(const PanelArgs& args);
 void linear_panel_avx512_bf16(const PanelArgs& args);

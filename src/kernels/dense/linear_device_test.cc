@@ -1,0 +1,187 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "base/error.h"
+#include "device/testing.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/linear.h"
+#include "kernels/dense/testing.h"
+
+namespace lockstep::kernels {
+namespace {
+
+class LinearOnDevice : public testing::TestWithParam<Device> {
+ protected:
+  static bool on_cuda() { return GetParam().kind == Device::Kind::kCuda; }
+
+  struct Weight {
+    Buffer memory;
+    PackedMatrix matrix;
+  };
+
+  static Weight pack(const std::vector<Bf16>& w, std::int64_t out, std::int64_t in,
+                     std::int64_t groups = 1) {
+    const std::int64_t each = packed_elements(out, in);
+    Weight weight{Buffer(GetParam(), groups * each * 2), {}};
+    fill_bytes(weight.memory.as<void>(), GetParam(), 0xFF, weight.memory.bytes());
+    weight.matrix = {weight.memory.as<Bf16>(), out, in, GetParam()};
+    for (std::int64_t g = 0; g < groups; ++g) {
+      PackedMatrix one = weight.matrix;
+      one.data += g * each;
+      pack_rows(rows_of(w.data() + g * out * in, out, in), 0, one);
+    }
+    synchronize(GetParam());
+    return weight;
+  }
+
+  static std::vector<float> multiply(const std::vector<Bf16>& x, std::int64_t first,
+                                     std::int64_t rows, const Weight& w, bool split = false) {
+    const std::int64_t in = w.matrix.in, out = w.matrix.out;
+    const Buffer from =
+        to_device(std::vector(x.begin() + first * in, x.begin() + (first + rows) * in), GetParam());
+    const Buffer to =
+        to_device(std::vector<float>(static_cast<std::size_t>(rows * out), NAN), GetParam());
+    linear_bf16({.x = rows_of(from.as<const Bf16>(), rows, in, GetParam()),
+                 .weight = w.matrix,
+                 .y = rows_of(to.as<float>(), rows, out, GetParam()),
+                 .split_k = split},
+                {});
+    return to_host<float>(to);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Devices, LinearOnDevice, testing::ValuesIn(devices()), name_of_device);
+
+/// A chain of tensor core products loses at most an ulp of the sum of magnitudes for every 8 terms,
+/// and each of the 8 parts is added once; the CPU's is one chain of K.
+TEST_P(LinearOnDevice, IsWithinTheBoundOfTheExactSum) {
+  for (const auto [rows, in, out] : {std::array<std::int64_t, 3>{1, 32, 1},
+                                     {7, 64, 33},
+                                     {13, 160, 300},
+                                     {29, 2048, 64},
+                                     {64, 96, 130},
+                                     {65, 288, 40},
+                                     {300, 512, 200}}) {
+    const auto x = random_bf16(rows * in, 1), w = random_bf16(out * in, 2);
+    const Weight packed = pack(w, out, in);
+    const auto y = multiply(x, 0, rows, packed);
+    const Buffer from = to_device(x, GetParam());
+    const Buffer rounded(GetParam(), rows * out * 2);
+    linear_bf16({.x = rows_of(from.as<const Bf16>(), rows, in, GetParam()),
+                 .weight = packed.matrix,
+                 .y_bf16 = rows_of(rounded.as<Bf16>(), rows, out, GetParam())},
+                {});
+    const auto y_bf16 = to_host<Bf16>(rounded);
+    const auto k = static_cast<double>(in);
+    const double error = on_cuda() ? (k / 8 + 10) * 0x1p-23 : k * 0x1p-24;
+    for (std::int64_t row = 0; row<rows; row += rows> 100 ? 13 : 1) {
+      for (std::int64_t o = 0; o < out; ++o) {
+        double exact = 0, size = 0;
+        for (std::int64_t i = 0; i < in; ++i) {
+          const double term =
+              static_cast<double>(to_float(x[static_cast<std::size_t>(row * in + i)])) *
+              to_float(w[static_cast<std::size_t>(o * in + i)]);
+          exact += term;
+          size += std::abs(term);
+        }
+        const auto at = static_cast<std::size_t>(row * out + o);
+        ASSERT_LE(std::abs(y[at] - exact), error * size) << row << " " << o << " of " << rows;
+        ASSERT_EQ(bits_of(y_bf16[at]), bits_of(to_bf16(y[at])));
+      }
+    }
+  }
+}
+
+/// A row alone and among any others gives the same bits, whichever kernel runs.
+TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
+  for (const bool split : {false, true}) {
+    const std::int64_t rows = 300, in = split ? 448 : 480, out = 150;
+    const auto x = random_bf16(rows * in, 5);
+    const Weight w = pack(random_bf16(out * in, 6), out, in);
+    const auto all = multiply(x, 0, rows, w, split);
+    for (const std::int64_t first : {0, 1, 127, 129, 200}) {
+      for (const std::int64_t count : {1, 3, 8, 9, 17, 33, 64, 65, 100}) {
+        const auto some = multiply(x, first, count, w, split);
+        const auto from = all.begin() + first * out;
+        ASSERT_TRUE(some == std::vector<float>(from, from + count * out)) << first << " " << count;
+      }
+    }
+  }
+}
+
+TEST_P(LinearOnDevice, SplitHalvesAreRoundedToBf16) {
+  for (const std::int64_t rows : {9, 90}) {
+    const std::int64_t in = 128, out = 40;
+    const auto x = random_bf16(rows * in, 7);
+    const Weight w = pack(random_bf16(out * in, 8), out, in);
+    std::vector<Bf16> first = x, second = x;
+    for (std::int64_t i = 0; i < rows * in; ++i) {
+      (i % in < in / 2 ? second : first)[static_cast<std::size_t>(i)] = Bf16{};
+    }
+    const auto a = multiply(first, 0, rows, w), b = multiply(second, 0, rows, w);
+    const auto y = multiply(x, 0, rows, w, true);
+    for (std::size_t i = 0; i < y.size(); ++i) {
+      ASSERT_EQ(y[i], to_float(to_bf16(a[i])) + to_float(to_bf16(b[i])));
+    }
+  }
+}
+
+/// R44: groups may be empty, and a group's rows are what they are alone.
+TEST_P(LinearOnDevice, R44_GroupsMayBeEmpty) {
+  const std::int64_t in = 64, out = 48, groups = 40;
+  for (const std::int64_t most : {5, 40, 400}) {
+    std::vector<std::int32_t> offsets = {0};
+    for (std::int32_t g = 0; g < groups; ++g) {
+      const auto size = static_cast<std::int32_t>(g % 3 == 0 ? 0 : (g * 7919) % most);
+      offsets.push_back(offsets.back() + size);
+    }
+    const std::int64_t rows = offsets.back();
+    const auto x = random_bf16(rows * in, 9);
+    const Weight weights = pack(random_bf16(groups * out * in, 10), out, in, groups);
+    std::vector<std::int32_t> to(static_cast<std::size_t>(rows));
+    std::iota(to.rbegin(), to.rend(), 0);
+    const Buffer from = to_device(x, GetParam()), bounds = to_device(offsets, GetParam());
+    const Buffer targets = to_device(to, GetParam());
+    const Buffer y =
+        to_device(std::vector<float>(static_cast<std::size_t>(rows * out), NAN), GetParam());
+    grouped_linear_bf16({.x = rows_of(from.as<const Bf16>(), rows, in, GetParam()),
+                         .offsets = {bounds.as<std::int32_t>(), offsets.size()},
+                         .weights = weights.matrix,
+                         .to = {targets.as<std::int32_t>(), to.size()},
+                         .y = rows_of(y.as<float>(), rows, out, GetParam())},
+                        {});
+    const auto got = to_host<float>(y);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const std::int64_t first = offsets[static_cast<std::size_t>(g)];
+      const std::int64_t count = offsets[static_cast<std::size_t>(g) + 1] - first;
+      if (count == 0) continue;
+      Weight one{Buffer(), weights.matrix};
+      one.matrix.data += g * packed_elements(out, in);
+      const auto alone = multiply(x, first, count, one);
+      for (std::int64_t i = 0; i < count; ++i) {
+        for (std::int64_t o = 0; o < out; ++o) {
+          ASSERT_EQ(got[static_cast<std::size_t>((rows - 1 - first - i) * out + o)],
+                    alone[static_cast<std::size_t>(i * out + o)]);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearOnDevice, PacksAndGivesBack) {
+  const std::int64_t in = 32, out = 45;
+  const auto w = random_bf16(out * in, 11);
+  const Weight packed = pack(w, out, in);
+  std::vector<Bf16> row(static_cast<std::size_t>(in));
+  for (std::int64_t o = 0; o < out; ++o) {
+    unpack_row(packed.matrix, o, row);
+    EXPECT_TRUE(row == std::vector<Bf16>(w.begin() + o * in, w.begin() + (o + 1) * in));
+  }
+  for (const Bf16 x : to_host<Bf16>(packed.memory)) ASSERT_NE(bits_of(x), 0xFFFF) << "padding";
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
