@@ -14,18 +14,19 @@
 namespace lockstep::rollout {
 namespace {
 
-/// Sets draws of tokens apart from other uses of a seed.
-constexpr std::uint32_t kDrawsTokens = 0x80000000;
-
 double uniform(const Draw& draw) {
   const PhiloxWords words =
-      philox(draw.seed, philox_counter(static_cast<std::uint64_t>(draw.prompt.value),
-                                       static_cast<std::uint32_t>(draw.position),
-                                       static_cast<std::uint32_t>(draw.sample) | kDrawsTokens));
+      philox(draw.seed,
+             philox_counter(static_cast<std::uint64_t>(draw.prompt.value),
+                            static_cast<std::uint32_t>(draw.position), draw_counter(draw.sample)));
   return unit(words[0], words[1]);
 }
 
 }  // namespace
+
+std::uint32_t draw_counter(std::int32_t sample) {
+  return static_cast<std::uint32_t>(sample) | 0x80000000u;
+}
 
 void check_sampling(const Sampling& sampling, bool recorded) {
   if (!(sampling.temperature > 0.0f) || !std::isfinite(sampling.temperature)) {

@@ -19,6 +19,10 @@ struct Draw {
   std::int32_t position = 0;
 };
 
+/// The third number of a draw's counter: what sets draws of tokens apart from other uses of a seed,
+/// and samples from each other.
+std::uint32_t draw_counter(std::int32_t sample);
+
 struct Choice {
   Token token = 0;
   float logp = 0.0f;  // of softmax(logits / temperature) over the whole vocabulary

@@ -1,0 +1,38 @@
+#include "kernels/dense/sample.h"
+
+#include "kernels/dense/check.h"
+#include "kernels/dense/sample_rows.h"
+
+namespace lockstep::kernels {
+
+std::int64_t sample_workspace(std::int64_t rows, std::int64_t vocabulary) {
+  const std::int64_t blocks = (vocabulary + kSampleBlock - 1) / kSampleBlock;
+  return rows * blocks * static_cast<std::int64_t>(2 * sizeof(double));
+}
+
+void sample(const SampleArgs& args, Stream stream) {
+  const Device device = args.logits.device;
+  const std::int64_t rows = args.logits.shape[0];
+  const std::int64_t vocabulary = args.logits.shape[1];
+  require_shape("sample", "logits", args.logits, rows, vocabulary, device);
+  if (!on_cuda("sample", device)) {
+    throw Error("sample: logits lie on the CPU, where rollout::Distribution draws tokens");
+  }
+  const auto needs = [&](const char* name, std::size_t count, bool optional) {
+    if ((optional && count == 0) || static_cast<std::int64_t>(count) == rows) return;
+    throw Error(cat({"sample: ", count, " ", name, " for ", rows, " rows"}));
+  };
+  needs("temperatures", args.temperatures.size(), false);
+  needs("names", args.names.size(), args.greedy);
+  needs("given tokens", args.given.size(), true);
+  needs("tokens", args.tokens.size(), false);
+  needs("log-probs", args.logps.size(), false);
+  const std::int64_t bytes = sample_workspace(rows, vocabulary);
+  if (vocabulary == 0 || static_cast<std::int64_t>(args.workspace.size()) < bytes) {
+    throw Error(cat({"sample: a workspace of ", args.workspace.size(), " bytes for ", rows,
+                     " rows of ", vocabulary, "; expected ", bytes}));
+  }
+  if constexpr (build::has_cuda) sample_cuda(args, stream);
+}
+
+}  // namespace lockstep::kernels

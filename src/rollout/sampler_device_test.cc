@@ -1,0 +1,115 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "base/error.h"
+#include "device/testing.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/sample.h"
+#include "rollout/sampler.h"
+
+namespace lockstep::rollout {
+namespace {
+
+struct Drawn {
+  std::vector<std::int32_t> tokens;
+  std::vector<float> logps;
+};
+
+/// What the kernel makes of these rows.
+Drawn draw(const std::vector<float>& logits, std::int64_t rows, float temperature,
+           const std::vector<Draw>& draws, bool greedy, const std::vector<std::int32_t>& given) {
+  const Device device = kFirstCuda;
+  std::vector<kernels::SampleName> names;
+  for (const Draw& d : draws) {
+    names.push_back({static_cast<std::uint64_t>(d.prompt.value),
+                     static_cast<std::uint32_t>(d.position), draw_counter(d.sample)});
+  }
+  const auto count = static_cast<std::int64_t>(logits.size()) / rows;
+  const Buffer from = to_device(logits, device), name = to_device(names, device);
+  const Buffer token_given = to_device(given, device);
+  const Buffer heat =
+      to_device(std::vector<float>(static_cast<std::size_t>(rows), temperature), device);
+  const Buffer tokens =
+      to_device(std::vector<std::int32_t>(static_cast<std::size_t>(rows), -7), device);
+  const Buffer logps(device, rows * 4);
+  const Buffer workspace(device, kernels::sample_workspace(rows, count));
+  const auto n = static_cast<std::size_t>(rows);
+  kernels::sample({.logits = kernels::rows_of(from.as<const float>(), rows, count, device),
+                   .temperatures = {heat.as<float>(), n},
+                   .seed = draws[0].seed,
+                   .names = {name.as<kernels::SampleName>(), n},
+                   .given = {token_given.as<std::int32_t>(), given.size()},
+                   .greedy = greedy,
+                   .tokens = {tokens.as<std::int32_t>(), n},
+                   .logps = {logps.as<float>(), n},
+                   .workspace = {workspace.as<>(), static_cast<std::size_t>(workspace.bytes())}},
+                  {});
+  return {to_host<std::int32_t>(tokens), to_host<float>(logps)};
+}
+
+class SamplerOn : public testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override {
+    if (GetParam().kind == Device::Kind::kCpu) GTEST_SKIP() << "sampler_test.cc has the CPU's";
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Devices, SamplerOn, testing::ValuesIn(devices()), name_of_device);
+
+TEST_P(SamplerOn, DrawsTheCpusTokensAndLogProbs) {
+  std::mt19937 random(3);
+  std::normal_distribution<float> gauss(0.0f, 3.0f);
+  for (const std::int64_t count : {1, 16, 127, 128, 300, 5000, 151936}) {
+    const std::int64_t rows = count > 10000 ? 24 : 200;
+    std::vector<float> logits;
+    for (std::int64_t i = 0; i < rows * count; ++i) logits.push_back(gauss(random));
+    for (std::int64_t i = 0; i < count; ++i) {
+      logits[static_cast<std::size_t>(i)] = 1.5f;  // all alike
+      const bool possible = i == count - 1 || i == count / 3;
+      logits[static_cast<std::size_t>(count + i)] =
+          possible ? 2.0f : -std::numeric_limits<float>::infinity();
+      logits[static_cast<std::size_t>(2 * count + i)] = i == count / 2 ? 400.0f : -200.0f;
+    }
+    std::vector<Draw> draws;
+    std::vector<std::int32_t> given;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      draws.push_back({.seed = 0x1234567890ull,
+                       .prompt = PromptId{row / 3 + (std::int64_t{1} << 33)},
+                       .sample = static_cast<std::int32_t>(row % 3),
+                       .position = static_cast<std::int32_t>(row * 17)});
+      given.push_back(row % 4 == 0 ? static_cast<std::int32_t>(row * 7 % count) : -1);
+    }
+    for (const float temperature : {1.0f, 0.7f}) {
+      for (const bool greedy : {false, true}) {
+        const Drawn got = draw(logits, rows, temperature, draws, greedy,
+                               greedy ? given : std::vector<std::int32_t>{});
+        for (std::int64_t row = 0; row < rows; ++row) {
+          const auto i = static_cast<std::size_t>(row);
+          const Distribution cpu({logits.data() + row * count, static_cast<std::size_t>(count)},
+                                 temperature);
+          Choice wanted = cpu.sample({.top_k = greedy ? 1 : 0}, draws[i]);
+          if (greedy && given[i] >= 0) wanted = {given[i], cpu.logp(given[i])};
+          ASSERT_EQ(got.tokens[i], wanted.token) << row << " of " << count;
+          ASSERT_FLOAT_EQ(got.logps[i], wanted.logp) << row << " of " << count;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(SamplerOn, TellsOfANan) {
+  std::vector<float> logits(2 * 1000, 1.0f);
+  logits[1777] = std::nanf("");
+  const std::vector<Draw> draws(2, Draw{.seed = 5, .prompt = PromptId{1}});
+  const Drawn got = draw(logits, 2, 1.0f, draws, false, {});
+  EXPECT_GE(got.tokens[0], 0);
+  EXPECT_EQ(got.tokens[1], -1);
+  EXPECT_TRUE(std::isnan(got.logps[1]));
+}
+
+}  // namespace
+}  // namespace lockstep::rollout
