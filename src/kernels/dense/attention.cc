@@ -256,4 +256,12 @@ void attention(const AttentionArgs& args, Stream stream) {
       });
 }
 
+std::int32_t rows_of_tile(std::int32_t group) { return std::max(1, kMostGroup / group); }
+
+std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std::int32_t head_dim,
+                                 std::int32_t longest) {
+  return rows * num_heads * splits_of(longest) * (head_dim + 2) *
+         static_cast<std::int64_t>(sizeof(float));
+}
+
 }  // namespace lockstep::kernels

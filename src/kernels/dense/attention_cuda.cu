@@ -8,8 +8,6 @@
 namespace lockstep::kernels {
 namespace {
 
-constexpr std::int32_t kMostGroup = 16;  // heads that share a KV head
-
 struct CombineParams {
   const float* sums;
   const float* tops;
@@ -82,10 +80,6 @@ KvFormat format_of(const Quantizer& rule) {
   return rule.is_mx() ? KvFormat::kMxfp4 : KvFormat::kNvfp4;
 }
 
-std::int32_t splits_of(std::int32_t longest) {
-  return (std::max(longest, 1) + kSplitKeys - 1) / kSplitKeys;
-}
-
 void check(const AttentionArgs& args) {
   const std::int32_t dim = args.head_dim;
   if (dim != 32 && dim != 64 && dim != 128) {
@@ -146,14 +140,6 @@ bool takes_splits_apart(const AttentionArgs& args, std::int64_t tiles, std::int3
 }
 
 }  // namespace
-
-std::int32_t rows_of_tile(std::int32_t group) { return std::max(1, kMostGroup / group); }
-
-std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std::int32_t head_dim,
-                                 std::int32_t longest) {
-  return rows * num_heads * splits_of(longest) * (head_dim + 2) *
-         static_cast<std::int64_t>(sizeof(float));
-}
 
 void attention_cuda(const AttentionArgs& args, Stream stream) {
   check(args);

@@ -1,6 +1,7 @@
 /// Between attention.cc and the CUDA backend, and between its files.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/dense/attention.h"
@@ -65,6 +66,12 @@ void launch_attention_e4m3(const AttentionParams& p, int dim, int groups, unsign
                            void* stream);
 void launch_attention_bf16(const AttentionParams& p, int dim, int groups, unsigned tiles,
                            void* stream);
+
+inline constexpr std::int32_t kMostGroup = 16;  // heads that share a KV head
+
+constexpr std::int32_t splits_of(std::int32_t longest) {
+  return (std::max(longest, 1) + kSplitKeys - 1) / kSplitKeys;
+}
 
 /// Keys that a warp takes at a time.
 constexpr int keys_at_once(KvFormat format) {
