@@ -108,7 +108,7 @@ void Forward::Impl::embed(const Pass& pass) {
   const std::int64_t d = agreement.model.hidden;
   const auto to = h();
   for (std::int64_t row = 0; row < rows; ++row) {
-    const Bf16* from = weights.embedding() + pass.tokens[static_cast<std::size_t>(row)] * d;
+    const Bf16* from = weights.embedding().data + pass.tokens[static_cast<std::size_t>(row)] * d;
     std::copy_n(from, d, to.data + row * d);
   }
 }

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cstring>
 #include <new>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -12,6 +12,7 @@ namespace lockstep::rollout {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;
+constexpr std::int64_t kSlabSlots = 32;  // to pin memory is dear, however little it is
 
 std::int32_t row_bytes(const Agreement& agreement, const Quantizer& rule) {
   const std::int32_t width = agreement.model.kv_width();
@@ -43,6 +44,18 @@ void check_rule(const Agreement& agreement, const Quantizer& rule, const char* n
   }
 }
 
+Buffer pool_of(std::int64_t bytes, const Options& options, Device device, Stream stream) {
+  std::string why;
+  try {
+    return Buffer(device, bytes, stream);
+  } catch (const std::bad_alloc&) {
+    why = "more than this machine gives";
+  } catch (const Error& error) {
+    why = error.what();
+  }
+  throw Error(cat({"rollout.cache is ", options.cache_bytes, " bytes: ", why, "; lower it"}));
+}
+
 }  // namespace
 
 std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_tokens) {
@@ -69,8 +82,8 @@ std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_
   return layers;
 }
 
-KvCache::KvCache(const Agreement& agreement, const Options& options)
-    : page_tokens_(options.page_tokens) {
+KvCache::KvCache(const Agreement& agreement, const Options& options, Device device, Stream stream)
+    : page_tokens_(options.page_tokens), device_(device), stream_(stream) {
   if (page_tokens_ < 1)
     throw Error(cat({"rollout.page_tokens is ", page_tokens_, ", not at least 1"}));
   layers_ = cache_layout(agreement, page_tokens_);
@@ -83,12 +96,8 @@ KvCache::KvCache(const Agreement& agreement, const Options& options)
   frame_count_ = static_cast<std::int32_t>(std::min<std::int64_t>(frames, INT32_MAX));
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;
   // Not set to zero: pages of a cache that is larger than its use cost nothing until written.
-  pool_.reset(new (std::nothrow) std::byte[static_cast<std::size_t>(frame_count_ * page_bytes_)]);
-  if (!pool_) {
-    throw Error(cat({"rollout.cache is ", options.cache_bytes,
-                     " bytes, more than this machine gives; lower it"}));
-  }
-  for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.get();
+  pool_ = pool_of(frame_count_ * page_bytes_, options, device, stream);
+  for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.as<>();
   free_frames_.resize(static_cast<std::size_t>(frame_count_));
   for (std::int32_t i = 0; i < frame_count_; ++i) {
     free_frames_[static_cast<std::size_t>(i)] = frame_count_ - 1 - i;
@@ -177,8 +186,8 @@ Page KvCache::own(Page page) {
   if (!shared(page)) return page;
   std::int32_t frame = take_frame();
   if (frame >= 0) {
-    std::memcpy(frame_bytes(frame), frame_bytes(at(page).frame),
-                static_cast<std::size_t>(page_bytes_));
+    copy_bytes(frame_bytes(frame), device_, frame_bytes(at(page).frame), device_, page_bytes_,
+               stream_);
     const Page copy = new_page(frame);
     drop(page, false);
     return copy;
@@ -193,20 +202,36 @@ Page KvCache::own(Page page) {
   return new_page(frame);
 }
 
+/// Host memory for more pages; false when all that there may be is there.
+bool KvCache::make_slots() {
+  const std::int64_t made = std::ssize(slots_);
+  const std::int64_t more = std::min(kSlabSlots, host_count_ - made);
+  if (more <= 0) return false;
+  std::byte* const slab = host_.emplace_back(more * page_bytes_).as<>();
+  for (std::int64_t i = 0; i < more; ++i) slots_.push_back(slab + i * page_bytes_);
+  for (std::int64_t i = more; i-- > 0;) free_host_.push_back(static_cast<std::int32_t>(made + i));
+  return true;
+}
+
+/// Copies follow each other on the stream, as do passes: nobody waits, and a slot or a frame that
+/// is given on is written after it was read.
+void KvCache::to_host(std::int32_t frame, std::int32_t slot) {
+  copy_bytes(host_bytes(slot), {}, frame_bytes(frame), device_, page_bytes_, stream_);
+}
+
+void KvCache::to_frame(std::int32_t slot, std::int32_t frame) {
+  copy_bytes(frame_bytes(frame), device_, host_bytes(slot), {}, page_bytes_, stream_);
+}
+
 /// Nobody who holds the page may run: its frame goes to others. False when host memory is full.
 bool KvCache::move_to_host(Page page) {
   unlist(page);
-  if (free_host_.empty()) {
-    if (static_cast<std::int64_t>(host_.size()) >= host_count_) return false;
-    free_host_.push_back(static_cast<std::int32_t>(host_.size()));
-    host_.emplace_back(new std::byte[static_cast<std::size_t>(page_bytes_)]);
-  }
+  if (free_host_.empty() && !make_slots()) return false;
   stranded_.erase(page);
   Entry& entry = at(page);
   entry.host = free_host_.back();
   free_host_.pop_back();
-  std::memcpy(host_bytes(entry.host), frame_bytes(entry.frame),
-              static_cast<std::size_t>(page_bytes_));
+  to_host(entry.frame, entry.host);
   free_frames_.push_back(entry.frame);
   entry.frame = -1;
   return true;
@@ -233,8 +258,7 @@ bool KvCache::unpark(Page page) {
       exchange(*stranded_.begin(), page);
     } else {
       Entry& entry = at(page);
-      std::memcpy(frame_bytes(frame), host_bytes(entry.host),
-                  static_cast<std::size_t>(page_bytes_));
+      to_frame(entry.host, frame);
       free_host_.push_back(entry.host);
       entry.host = -1;
       entry.frame = frame;
@@ -248,10 +272,14 @@ bool KvCache::unpark(Page page) {
 void KvCache::exchange(Page leaves, Page comes) {
   Entry& out = at(leaves);
   Entry& in = at(comes);
-  std::swap_ranges(frame_bytes(out.frame), frame_bytes(out.frame) + page_bytes_,
-                   host_bytes(in.host));
-  std::swap(out.frame, in.frame);
-  std::swap(out.host, in.host);
+  if (spare_ < 0) {
+    spare_ = static_cast<std::int32_t>(slots_.size());
+    slots_.push_back(host_.emplace_back(page_bytes_).as<>());
+  }
+  to_host(out.frame, spare_);
+  to_frame(in.host, out.frame);
+  in.frame = std::exchange(out.frame, -1);
+  out.host = std::exchange(spare_, std::exchange(in.host, -1));
   stranded_.erase(leaves);
 }
 

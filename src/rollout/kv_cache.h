@@ -10,11 +10,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <set>
 #include <span>
 #include <vector>
 
+#include "device/memory.h"
 #include "record/agreement.h"
 #include "rollout/engine.h"
 #include "rollout/forward.h"
@@ -30,8 +30,10 @@ std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_
 
 class KvCache {
  public:
-  /// Throws Error naming bytes and option where not even one page fits.
-  KvCache(const Agreement& agreement, const Options& options);
+  /// Frames on `device`; what is copied from, to and between them is copied in the order of
+  /// `stream`. Throws Error naming bytes and option where not even one page fits.
+  KvCache(const Agreement& agreement, const Options& options, Device device = {},
+          Stream stream = {});
 
   std::span<const LayerKv> layers() const { return layers_; }
   std::int32_t page_tokens() const { return page_tokens_; }
@@ -70,6 +72,7 @@ class KvCache {
   bool on_host(Page page) const { return at(page).frame < 0; }
 
   std::int32_t frame(Page page) const { return at(page).frame; }
+  /// Where they lie: on the device, or on_host().
   const std::byte* bytes(Page page) const;
 
   /// Takes note of the full pages among `pages`, which hold `tokens`, under the names in `tags`
@@ -101,10 +104,11 @@ class KvCache {
 
   const Entry& at(Page page) const { return entries_[static_cast<std::size_t>(page)]; }
   Entry& at(Page page) { return entries_[static_cast<std::size_t>(page)]; }
-  std::byte* frame_bytes(std::int32_t frame) const { return pool_.get() + frame * page_bytes_; }
-  std::byte* host_bytes(std::int32_t slot) const {
-    return host_[static_cast<std::size_t>(slot)].get();
-  }
+  std::byte* frame_bytes(std::int32_t frame) const { return pool_.as<>() + frame * page_bytes_; }
+  std::byte* host_bytes(std::int32_t slot) const { return slots_[static_cast<std::size_t>(slot)]; }
+  void to_host(std::int32_t frame, std::int32_t slot);
+  void to_frame(std::int32_t slot, std::int32_t frame);
+  bool make_slots();
   std::int32_t take_frame();
   Page new_page(std::int32_t frame);
   void release(Page page);
@@ -120,9 +124,13 @@ class KvCache {
   std::int64_t page_bytes_ = 0;
   std::int32_t frame_count_ = 0;
   std::int64_t host_count_ = 0;
-  std::unique_ptr<std::byte[]> pool_;
+  Device device_;
+  Stream stream_;
+  Buffer pool_;
   std::vector<std::int32_t> free_frames_;
-  std::vector<std::unique_ptr<std::byte[]>> host_;  // made when first needed
+  std::vector<PinnedBuffer> host_;  // some slots each, made when first needed
+  std::vector<std::byte*> slots_;
+  std::int32_t spare_ = -1;  // a slot beyond host_count_, for an exchange
   std::vector<std::int32_t> free_host_;
   std::vector<Entry> entries_;
   std::vector<Page> free_entries_;

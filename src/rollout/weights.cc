@@ -69,8 +69,12 @@ void require_width(const char* name, std::int32_t width, std::int32_t unit, cons
 
 }  // namespace
 
-Weights::Weights(const Agreement& agreement)
-    : model_(agreement.model), contract_(agreement.contract), order_(weight_ids(model_)) {
+Weights::Weights(const Agreement& agreement, Device device, Stream stream)
+    : model_(agreement.model),
+      contract_(agreement.contract),
+      order_(weight_ids(model_)),
+      device_(device),
+      stream_(stream) {
   require_width("hidden", model_.hidden, 2, "the product");
   require_width("expert_width", model_.expert_width, 2, "the product");
   require_width("head_dim", model_.head_dim, 2, "rotary embedding");
@@ -91,19 +95,28 @@ Weights::Weights(const Agreement& agreement)
   sent_.resize(order_.size());
   placed_.resize(order_.size());
   globals_.resize(order_.size());
+  make_room();
+}
 
+/// Memory for all weights, and where each has its place.
+void Weights::make_room() {
   const std::int64_t d = model_.hidden;
   const std::int64_t f = model_.expert_width;
-  embedding_.resize(static_cast<std::size_t>(model_.vocabulary * d));
-  final_norm_.resize(static_cast<std::size_t>(d));
+  std::map<WeightId, std::span<Bf16>> vectors;
+  const auto room = [&](Role role, Layer layer, std::int64_t size) {
+    return vectors[{role, layer, {}}] = vector(size);
+  };
+  const std::span<Bf16> embedding = room(Role::kEmbedding, {}, model_.vocabulary * d);
+  embedding_ = {embedding.data(), {model_.vocabulary, d}, {d, 1}, device_};
+  final_norm_ = room(Role::kFinalNorm, {}, d);
   head_ = matrix(model_.vocabulary, d);
   layers_.resize(static_cast<std::size_t>(model_.num_layers));
   for (std::int32_t i = 0; i < model_.num_layers; ++i) {
     LayerWeights& layer = layers_[static_cast<std::size_t>(i)];
-    layer.attention_norm.resize(static_cast<std::size_t>(d));
-    layer.mlp_norm.resize(static_cast<std::size_t>(d));
-    layer.q_norm.resize(static_cast<std::size_t>(model_.head_dim));
-    layer.k_norm.resize(static_cast<std::size_t>(model_.head_dim));
+    layer.attention_norm = room(Role::kAttentionNorm, {i}, d);
+    layer.mlp_norm = room(Role::kMlpNorm, {i}, d);
+    layer.q_norm = room(Role::kQNorm, {i}, model_.head_dim);
+    layer.k_norm = room(Role::kKNorm, {i}, model_.head_dim);
     layer.qkv = matrix(model_.q_width() + 2 * model_.kv_width(), d);
     layer.o = matrix(d, model_.q_width());
     layer.router = matrix(model_.num_experts, d);
@@ -119,28 +132,37 @@ Weights::Weights(const Agreement& agreement)
       layer.down = matrix(d, f, model_.num_experts);
     }
   }
+  for (const WeightId& id : order_) {
+    const auto found = vectors.find(id);
+    homes_.push_back(found != vectors.end() ? Home{.plain = found->second} : packed_home(id));
+  }
 }
 
 std::byte* Weights::take(std::int64_t bytes) {
-  memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64));
-  return memory_.back().data()->bytes;
+  const Buffer& memory = memory_.emplace_back(device_, bytes, stream_);
+  fill_bytes(memory.as<void>(), device_, 0, bytes, stream_);
+  return memory.as<>();
+}
+
+std::span<Bf16> Weights::vector(std::int64_t size) {
+  return {reinterpret_cast<Bf16*>(take(2 * size)), static_cast<std::size_t>(size)};
 }
 
 PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t copies) {
   std::byte* memory = take(2 * copies * kernels::packed_elements(out, in));
-  return {reinterpret_cast<Bf16*>(memory), out, in};
+  return {reinterpret_cast<Bf16*>(memory), out, in, device_};
 }
 
 kernels::W4a4Weights Weights::coded_matrix(std::int32_t out, std::int32_t in) {
   const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(out, in);
-  return {take(model_.num_experts * bytes), model_.num_experts, out, in};
+  return {take(model_.num_experts * bytes), model_.num_experts, out, in, device_};
 }
 
 PackedView<std::uint8_t> Weights::mx_matrix(std::int64_t out, std::int64_t in) {
   const std::int64_t rows = model_.num_experts * out;
   const auto plain = [&](std::int64_t cols) {
     auto* memory = reinterpret_cast<std::uint8_t*>(take(rows * cols));
-    return TensorView<std::uint8_t, 2>{memory, {rows, cols}, {cols, 1}};
+    return TensorView<std::uint8_t, 2>{memory, {rows, cols}, {cols, 1}, device_};
   };
   return {plain(in / 2), plain(in / contract_.weight.block), {}};
 }
@@ -407,24 +429,18 @@ void Weights::put_values(const WeightId& id, const PackedView<const std::uint8_t
   flips->add_values(then, now);
 }
 
-Weights::Home Weights::home(const WeightId& id) {
+Weights::Home Weights::packed_home(const WeightId& id) const {
   const auto expert = [&](PackedMatrix base) {
     base.data += id.expert.value * kernels::packed_elements(base.out, base.in);
     return Home{.packed = base};
   };
-  if (id.role == Role::kEmbedding) return {.plain = embedding_};
-  if (id.role == Role::kFinalNorm) return {.plain = final_norm_};
   if (id.role == Role::kHead) return {.packed = head_};
-  LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
+  const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
   switch (id.role) {
-    case Role::kAttentionNorm: return {.plain = layer.attention_norm};
     case Role::kQ: return {.packed = layer.qkv};
     case Role::kK: return {.packed = layer.qkv, .first = model_.q_width()};
     case Role::kV: return {.packed = layer.qkv, .first = model_.q_width() + model_.kv_width()};
     case Role::kO: return {.packed = layer.o};
-    case Role::kQNorm: return {.plain = layer.q_norm};
-    case Role::kKNorm: return {.plain = layer.k_norm};
-    case Role::kMlpNorm: return {.plain = layer.mlp_norm};
     case Role::kRouter: return {.packed = layer.router};
     case Role::kGateUp: return expert(layer.gate_up);
     default: return expert(layer.down);
@@ -433,7 +449,7 @@ Weights::Home Weights::home(const WeightId& id) {
 
 void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
   placed_[index_.at(id)] = checksum(value);
-  const Home to = home(id);
+  const Home& to = home(id);
   if (to.plain.empty()) return kernels::pack_rows(value, to.first, to.packed);
   Bf16* out = to.plain.data();
   for (std::int64_t row = 0; row < value.shape[0]; ++row) {
@@ -462,7 +478,7 @@ std::uint32_t Weights::held(std::size_t index) {
   const WeightId& id = order_[index];
   const ExpertFormat kept = of_expert(id.role) ? format(id.layer) : ExpertFormat::kBf16;
   if (kept == ExpertFormat::kW4a4 || kept == ExpertFormat::kMx) return held_codes(index);
-  const Home at = home(id);
+  const Home& at = home(id);
   const std::int64_t rows = weight_shape(model_, id.role)[0];
   std::uint32_t crc =
       at.plain.empty() ? crc_of_rows(at.packed, at.first, rows) : crc32c(std::as_bytes(at.plain));

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "device/memory.h"
 #include "kernels/dense/linear.h"
 #include "kernels/exact/w4a4.h"
 #include "model/weights.h"
@@ -22,8 +23,9 @@ enum class ExpertFormat : std::uint8_t {
   kMx,        // the same of MXFP4
 };
 
+/// All of it lies on the device of the Weights.
 struct LayerWeights {
-  std::vector<Bf16> attention_norm, q_norm, k_norm, mlp_norm;
+  std::span<const Bf16> attention_norm, q_norm, k_norm, mlp_norm;
   kernels::PackedMatrix qkv;     // [q_width + 2 kv_width, D]: Q, K, V
   kernels::PackedMatrix o;       // [D, q_width]
   kernels::PackedMatrix router;  // [E, D]
@@ -38,8 +40,9 @@ struct LayerWeights {
 /// and commit() nothing may run on it, for it holds a mixture of two models.
 class Weights final : public WeightSink {
  public:
-  /// Throws Error naming the width that no kernel takes.
-  explicit Weights(const Agreement& agreement);
+  /// Memory on `device`, in the order of `stream`, on which all work on it is done. Throws Error
+  /// naming the width that no kernel takes.
+  explicit Weights(const Agreement& agreement, Device device = {}, Stream stream = {});
 
   void begin(WeightVersion version, ContractId contract) override;
   /// BF16 for all but the experts of quantized layers, which arrive as codes. Throws Error naming
@@ -56,9 +59,10 @@ class Weights final : public WeightSink {
   void require_ready() const;
   WeightVersion version() const { return version_; }
 
-  const Bf16* embedding() const { return embedding_.data(); }  // [V, D]
-  const kernels::PackedMatrix& head() const { return head_; }  // [V, D]
-  std::span<const Bf16> final_norm() const { return final_norm_; }
+  Device device() const { return device_; }
+  TensorView<const Bf16, 2> embedding() const { return embedding_; }  // [V, D]
+  const kernels::PackedMatrix& head() const { return head_; }         // [V, D]
+  std::span<const Bf16> final_norm() const { return final_norm_; }    // on the device
   const LayerWeights& layer(std::int32_t index) const {
     return layers_[static_cast<std::size_t>(index)];
   }
@@ -66,7 +70,9 @@ class Weights final : public WeightSink {
  private:
   enum class State : std::uint8_t { kEmpty, kOpen, kReady };
 
-  std::byte* take(std::int64_t bytes);  // zeroed, 64-byte aligned, for good
+  void make_room();
+  std::byte* take(std::int64_t bytes);  // zeroed, aligned to 256, for good
+  std::span<Bf16> vector(std::int64_t size);
   kernels::PackedMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t copies = 1);
   PackedView<std::uint8_t> mx_matrix(std::int64_t out, std::int64_t in);
   kernels::W4a4Weights coded_matrix(std::int32_t out, std::int32_t in);
@@ -76,7 +82,8 @@ class Weights final : public WeightSink {
     kernels::PackedMatrix packed{};
     std::int64_t first = 0;
   };
-  Home home(const WeightId& id);
+  const Home& home(const WeightId& id) const { return homes_[index_.at(id)]; }
+  Home packed_home(const WeightId& id) const;
   void place(const WeightId& id, TensorView<const Bf16, 2> value);
   std::uint32_t held(std::size_t index);
   std::uint32_t held_codes(std::size_t index) const;
@@ -103,13 +110,14 @@ class Weights final : public WeightSink {
   std::vector<std::uint32_t> placed_;  // and of the BF16, or the header, that was placed for it
   std::vector<float> globals_;         // that came
 
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
-  std::vector<std::vector<Line>> memory_;  // of the packed matrices
-  std::vector<Bf16> embedding_, final_norm_;
+  Device device_;
+  Stream stream_;
+  std::vector<Buffer> memory_;
+  TensorView<Bf16, 2> embedding_;
+  std::span<Bf16> final_norm_;
   kernels::PackedMatrix head_;
   std::vector<LayerWeights> layers_;
+  std::vector<Home> homes_;         // by index_
   std::vector<Bf16> dequantized_;   // one expert's matrix on its way
   std::vector<WeightFlips> flips_;  // [L] against the set before; empty: there was none
   std::vector<std::uint8_t> before_;

@@ -122,7 +122,7 @@ TEST(Weights, R56_RefitsInPlace) {
     const Agreement agreement = agreement_of(contract);
     Weights weights(agreement);
     const auto addresses = [&] {
-      std::vector<const void*> list = {weights.embedding(), weights.head().data,
+      std::vector<const void*> list = {weights.embedding().data, weights.head().data,
                                        weights.final_norm().data()};
       for (std::int32_t i = 0; i < agreement.model.num_layers; ++i) {
         const LayerWeights& layer = weights.layer(i);
@@ -197,7 +197,7 @@ TEST(Weights, R61_ChecksumsAreOfWhatLiesInMemory) {
     EXPECT_EQ(found([&] { bytes_at(layer.router.data, 4, 1)[0] ^= 1; }),
               Names{to_string({Role::kRouter, {1}, {}})});
     EXPECT_EQ(found([&] { bytes_at(weights.head().data, 4, 1)[0] ^= 1; }).size(), 1u);
-    EXPECT_EQ(found([&] { bytes_at(weights.embedding(), 4, 1)[0] ^= 1; }).size(), 1u);
+    EXPECT_EQ(found([&] { bytes_at(weights.embedding().data, 4, 1)[0] ^= 1; }).size(), 1u);
     EXPECT_EQ(found([&] { bytes_at(layer.q_norm.data(), 0, 1)[0] ^= 0x80; }),
               Names{to_string({Role::kQNorm, {1}, {}})});
     // Experts: a byte of the second one's, then two tiles of 16 or 32 outputs exchanged.
@@ -237,7 +237,7 @@ TEST(Weights, TiedEmbeddingsServeAsHead) {
   std::vector<Bf16> row(64);
   kernels::unpack_row(weights.head(), 17, row);
   EXPECT_TRUE(std::equal(row.begin(), row.end(), all[0].plain.begin() + 17 * 64));
-  EXPECT_TRUE(std::equal(row.begin(), row.end(), weights.embedding() + 17 * 64));
+  EXPECT_TRUE(std::equal(row.begin(), row.end(), weights.embedding().data + 17 * 64));
 }
 
 /// The first expert weight of that number.
