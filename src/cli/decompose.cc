@@ -79,7 +79,7 @@ std::vector<Trajectory> rolled(const DecomposeArgs& args, const Subject& subject
   const std::unique_ptr<Comm> comm = Comm::single();
   Agreement plain = subject.agreement;
   plain.guide = Guide{};
-  rollout::Engine engine(plain, subject.arm.rollout, Device{}, nullptr, *comm);
+  rollout::Engine engine(plain, subject.arm.rollout, subject.device, nullptr, *comm);
   load(subject, engine);
   return answer(engine, prompts, args.samples, subject.recipe.schedule.sampling,
                 subject.recipe.schedule.seed);
@@ -128,7 +128,8 @@ int decompose(const DecomposeArgs& args) {
                               .trainer = subject.recipe.trainer,
                               .weights = *subject.policy.weights,
                               .batch = batch,
-                              .by_layer = args.layers},
+                              .by_layer = args.layers,
+                              .device = subject.device},
                              [&](const PartGap& gap) { progress.at(++known, place_of(gap)); });
   print(cat({"The gap of the same ", batch.size(),
              " answers with one part of the low precision on at a time, on both sides:\n\n"}) +

@@ -13,6 +13,7 @@
 #include "cli/machine.h"
 #include "cli/subject.h"
 #include "cli/verbs.h"
+#include "device/memory.h"
 #include "store/store.h"
 #include "train/trainer.h"
 
@@ -63,9 +64,13 @@ void look_at_torch(Doctor& doctor) {
 void look_at_device(Doctor& doctor) {
   const std::string driver = nvidia_driver();
   const std::string there = driver.empty() ? "no NVIDIA device" : "an NVIDIA device, " + driver;
-  doctor.say("device", cat({there, build::has_cuda ? "; this build was made with a CUDA compiler, "
-                                                     "and runs everything on the CPU"
-                                                   : "; this build runs everything on the CPU"}));
+  const Device first = device_named("cuda:0");
+  if (const std::string why = why_unusable(first); !why.empty()) {
+    return doctor.say("device", cat({there, "; cpu alone can be used: ", why}));
+  }
+  const DeviceMemory memory = device_memory(first);
+  doctor.say("device", cat({there, "; cuda can be used, ", bytes_text(memory.free), " of ",
+                            bytes_text(memory.total), " free"}));
 }
 
 void list_contracts(Doctor& doctor) {
@@ -94,7 +99,10 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   const std::int64_t disk = b.checkpoints + b.records_disk;
   row.insert(row.end(), {arm.name, recipe.arm.contract, policy.folder.string(), bytes_text(at_once),
                          bytes_text(later), cat({b.record_per_token, " B"}), bytes_text(disk)});
-  std::string why = short_of("memory", at_once, memory().available);
+  std::string why;
+  if (recipe::ready_device(recipe.device, b).kind == Device::Kind::kCpu) {
+    why = short_of("memory", at_once, memory().available);
+  }
   if (why.empty()) {
     std::error_code none;
     const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);
@@ -111,9 +119,9 @@ double time_step(const recipe::Recipe& recipe, const Subject& subject) {
   store::Options options = recipe.store;
   options.folder.clear();
   store::Store store(options);
-  rollout::Engine engine(subject.agreement, subject.arm.rollout, Device{}, &store, *comm);
+  rollout::Engine engine(subject.agreement, subject.arm.rollout, subject.device, &store, *comm);
   load(subject, engine);
-  train::Trainer trainer(subject.agreement, subject.arm.qat, recipe.trainer, Device{}, *comm);
+  train::Trainer trainer(subject.agreement, subject.arm.qat, recipe.trainer, subject.device, *comm);
   load(*subject.policy.weights, trainer.initial_weights());
   const std::vector<data::Prompt> prompts = subject.task->prompts(0, part);
 

@@ -67,7 +67,7 @@ std::int64_t dump_engine(const DumpArgs& args, const Subject& subject, Comm& com
   rollout::Options options = subject.arm.rollout;
   options.record_bf16 = true;
   store::Store store(in_memory(subject));
-  rollout::Engine engine(agreement, options, Device{}, &store, comm);
+  rollout::Engine engine(agreement, options, subject.device, &store, comm);
   load(subject, engine);
   const std::vector<Trajectory> read = engine.rescore(sequences(args, subject));
   PerToken logp;
@@ -88,13 +88,13 @@ std::int64_t dump_trainer(const DumpArgs& args, const Subject& subject, Comm& co
   const bool follows =
       agreement.guide.mode != Guidance::kOwnScale || agreement.guide.replay_experts;
   if (follows) {
-    rollout::Engine engine(agreement, subject.arm.rollout, Device{}, &records, comm);
+    rollout::Engine engine(agreement, subject.arm.rollout, subject.device, &records, comm);
     load(subject, engine);
     batch = engine.rescore(batch);
   } else {
     name_rows(batch);
   }
-  train::Trainer trainer(agreement, subject.arm.qat, subject.recipe.trainer, Device{}, comm);
+  train::Trainer trainer(agreement, subject.arm.qat, subject.recipe.trainer, subject.device, comm);
   load(*subject.policy.weights, trainer.initial_weights());
   for (const Trajectory& t : batch) {
     for (const Span& span : t.path) shown.open(span, agreement.contract.id());

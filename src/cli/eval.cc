@@ -121,7 +121,7 @@ int eval(const EvalArgs& args) {
   const std::unique_ptr<Comm> comm = Comm::single();
   Agreement unguided = subject.agreement;
   unguided.guide = Guide{};
-  rollout::Engine engine(unguided, subject.arm.rollout, Device{}, nullptr, *comm);
+  rollout::Engine engine(unguided, subject.arm.rollout, subject.device, nullptr, *comm);
   load_weights(args, subject, engine);
 
   const double began = seconds();

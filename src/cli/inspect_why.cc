@@ -96,7 +96,7 @@ Row rows_at(const Subject& subject, Trajectory t, Place place, std::int32_t posi
   full.guide.kv_layers.reset();
   store::Store codes(in_memory(full)), records(in_memory(full)), shown(in_memory(full));
   const auto read = [&](const Agreement& agreement, store::Store& into) {
-    rollout::Engine engine(agreement, subject.arm.rollout, Device{}, &into, *comm);
+    rollout::Engine engine(agreement, subject.arm.rollout, subject.device, &into, *comm);
     load(subject, engine);
     return engine.rescore({&t, 1})[0];
   };
@@ -104,7 +104,7 @@ Row rows_at(const Subject& subject, Trajectory t, Place place, std::int32_t posi
   Agreement own = subject.agreement;
   own.guide.replay_experts = true;
   const Trajectory by_arm = read(own, records);
-  train::Trainer trainer(own, subject.arm.qat, subject.recipe.trainer, Device{}, *comm);
+  train::Trainer trainer(own, subject.arm.qat, subject.recipe.trainer, subject.device, *comm);
   load(*subject.policy.weights, trainer.initial_weights());
   for (const Span& span : by_arm.path) shown.open(span, own.contract.id());
   trainer.reveal({&by_arm, 1}, &records, shown);

@@ -65,7 +65,7 @@ int rollout(const RolloutArgs& args) {
   LinesOut out(args.out);
   const std::unique_ptr<store::Store> store = records(args, subject);
   const std::unique_ptr<Comm> comm = Comm::single();
-  rollout::Engine engine(subject.agreement, subject.arm.rollout, Device{}, store.get(), *comm);
+  rollout::Engine engine(subject.agreement, subject.arm.rollout, subject.device, store.get(), *comm);
   load(subject, engine);
   const double began = seconds();
   const std::vector<Trajectory> answers =

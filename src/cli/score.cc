@@ -41,12 +41,12 @@ class Scorer {
       store_.emplace(options);
     }
     if (!args.by_trainer) {
-      engine_.emplace(subject.agreement, subject.arm.rollout, Device{}, store_ ? &*store_ : nullptr,
+      engine_.emplace(subject.agreement, subject.arm.rollout, subject.device, store_ ? &*store_ : nullptr,
                       *comm_);
       load(subject, *engine_);
     }
     if (trainer) {
-      trainer_.emplace(subject.agreement, subject.arm.qat, subject.recipe.trainer, Device{},
+      trainer_.emplace(subject.agreement, subject.arm.qat, subject.recipe.trainer, subject.device,
                        *comm_);
       load(*subject.policy.weights, trainer_->initial_weights());
     }

@@ -130,11 +130,11 @@ std::string stem(const std::string& recipe_file) {
 
 PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const data::Task& task,
                   const recipe::Evaluation& evaluation, const rollout::Options& options,
-                  std::int32_t max_new_tokens) {
+                  std::int32_t max_new_tokens, Device device) {
   const std::unique_ptr<Comm> comm = Comm::single();
   Agreement unguided = agreement;
   unguided.guide = Guide{};
-  rollout::Engine engine(unguided, options, Device{}, nullptr, *comm);
+  rollout::Engine engine(unguided, options, device, nullptr, *comm);
   sync::refit(weights, engine.weights(), agreement.contract, WeightVersion{0});
 
   const auto count = std::min<std::int64_t>(evaluation.prompts, task.evaluation_size());

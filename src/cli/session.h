@@ -64,6 +64,6 @@ struct PassRate {
 /// Judges weights on the task's evaluation prompts, under the contract's numbers.
 PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const data::Task& task,
                   const recipe::Evaluation& evaluation, const rollout::Options& options,
-                  std::int32_t max_new_tokens);
+                  std::int32_t max_new_tokens, Device device = {});
 
 }  // namespace lockstep::cli

@@ -142,13 +142,15 @@ int sft(const SftArgs& args) {
     const auto [rows, cols] = weight_shape(policy.config, id.role);
     bytes += 2 * rows * cols;
   }
+  // Eight times the BF16: masters, gradients and two moments in FP32.
+  const Device device = recipe::ready_device(r.device, {.trainer = 8 * bytes});
   require_room(out, bytes, "the model takes", "or name another folder with --out");
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();
   const Agreement agreement = {
       .model = policy.config, .contract = contracts::bf16(), .guide = {}, .seed = r.seed};
 
-  train::Trainer trainer(agreement, {}, r.trainer, Device{}, *comm);
+  train::Trainer trainer(agreement, {}, r.trainer, device, *comm);
   const RandomWeights fresh(policy.config, r.init_std, r.seed);
   const WeightSource& start = r.fresh ? static_cast<const WeightSource&>(fresh) : *policy.weights;
   load(start, trainer.initial_weights());
@@ -172,7 +174,7 @@ int sft(const SftArgs& args) {
             std::round(seconds() - began), " s"}));
   if (r.eval_prompts > 0) {
     const PassRate rate = evaluate(agreement, trainer.weights(), *task, {.prompts = r.eval_prompts},
-                                   {}, r.max_new_tokens);
+                                   {}, r.max_new_tokens, device);
     info(cat({"pass rate ", std::round(rate.mean * 1e3) / 1e3, " on ", r.eval_prompts,
               " problems never trained on, ", std::round(rate.tokens_per_s), " tokens/s"}));
   }

@@ -102,9 +102,17 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   Policy policy = open_policy(recipe.model);
   auto task = make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   Arm arm = ready_arm(recipe, policy, *task);
+  recipe::Budget budget = recipe::budget(recipe, arm, policy.config);
+  budget.trainer = 0;  // not every verb has one
+  const Device device = recipe::ready_device(recipe.device, budget);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
-  return {std::move(recipe), std::move(policy),    std::move(task),
-          std::move(arm),    std::move(agreement), default_task};
+  return {.recipe = std::move(recipe),
+          .policy = std::move(policy),
+          .task = std::move(task),
+          .arm = std::move(arm),
+          .agreement = std::move(agreement),
+          .device = device,
+          .default_task = default_task};
 }
 
 void load(const Subject& subject, rollout::Engine& engine) {

@@ -16,6 +16,7 @@ struct Subject {
   std::unique_ptr<data::Task> task;
   Arm arm;
   Agreement agreement;
+  Device device{};  // there, and with room for the rollout
   bool default_task = false;
 
   /// "arm trace, contract lockstep (94e03bb254e479a5)".

@@ -48,8 +48,8 @@ class Training {
         arm_(prepared(begin)),
         agreement_{policy_.config, arm_.contract, arm_.guide, recipe_.schedule.seed},
         store_(store_options()),
-        engine_(agreement_, arm_.rollout, Device{}, &store_, *comm_),
-        trainer_(agreement_, arm_.qat, recipe_.trainer, Device{}, *comm_) {
+        engine_(agreement_, arm_.rollout, device_, &store_, *comm_),
+        trainer_(agreement_, arm_.qat, recipe_.trainer, device_, *comm_) {
     load(sync::Rescaled(*policy_.weights, arm_.sync.uaq_scale), trainer_.initial_weights());
     run_dir_.begin(recipe::resolved(recipe_, arm_.contract.id()));
     on_interrupt_say("the same command goes on from the last checkpoint");
@@ -57,7 +57,7 @@ class Training {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
       Agreement plain = agreement_;
       plain.guide = Guide{};
-      reference_.emplace(plain, arm_.qat, recipe_.trainer, Device{}, *comm_);
+      reference_.emplace(plain, arm_.qat, recipe_.trainer, device_, *comm_);
       load(*policy_.weights, reference_->initial_weights());
     }
   }
@@ -92,6 +92,7 @@ class Training {
       run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
     }
     budget_ = recipe::budget(recipe_, arm, policy_.config);
+    device_ = recipe::ready_device(recipe_.device, budget_);
     require_room(run_dir_.folder(), budget_.checkpoints, "the checkpoints take",
                  "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);
@@ -117,7 +118,7 @@ class Training {
     if (!due || e.prompts == 0) return {};
     const double began = seconds();
     const PassRate rate = evaluate(agreement_, trainer_.weights(), *task_, e, arm_.rollout,
-                                   recipe_.schedule.sampling.max_new_tokens);
+                                   recipe_.schedule.sampling.max_new_tokens, device_);
     return {{"val-core/" + recipe_.task.name + "/reward/mean@1", rate.mean},
             {"val-core/" + recipe_.task.name + "/response_length/mean", rate.response_length},
             {"timing_s/testing", seconds() - began}};
@@ -125,6 +126,7 @@ class Training {
 
   recipe::Recipe recipe_;
   recipe::Budget budget_;
+  Device device_;
   std::unique_ptr<Comm> comm_ = Comm::single();
   Policy policy_;
   std::unique_ptr<data::Task> task_;

@@ -31,6 +31,7 @@ int verify(const VerifyArgs& args) {
   const auto checks = instruments::verify(
       {.agreement = subject.agreement,
        .weights = *subject.policy.weights,
+       .device = subject.device,
        .rollout = subject.arm.rollout,
        .run_contract = named},
       [](const instruments::Check& check) {

@@ -2,9 +2,11 @@
 
 #include <unistd.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <string_view>
 
 #include "base/build.h"
 #include "base/error.h"
@@ -28,6 +30,27 @@ std::string why_unusable(Device device) {
   if (!on_cuda(device)) return "";
   if constexpr (build::has_cuda) return cuda::why_unusable(device.index);
   return "this build has no CUDA backend; install nvcc 13 and build anew";
+}
+
+Device device_named(const std::string& name) {
+  constexpr std::string_view kCuda = "cuda";
+  if (name == "cpu") return {};
+  std::string number;
+  if (name == kCuda) {
+    const char* rank = std::getenv("LOCAL_RANK");
+    number = rank == nullptr || *rank == '\0' ? "0" : rank;
+  } else if (name.starts_with("cuda:")) {
+    number = name.substr(kCuda.size() + 1);
+  }
+  int index = 0;
+  const char* end = number.data() + number.size();
+  const auto [stop, error] = std::from_chars(number.data(), end, index);
+  if (number.empty() || error != std::errc() || stop != end || index < 0 || index > 127) {
+    throw Error(
+        cat({"device is '", name, "'", name == kCuda ? " and LOCAL_RANK '" + number + "'" : "",
+             "; expected cpu, cuda, or cuda:N with N from 0 to 127"}));
+  }
+  return {Device::Kind::kCuda, static_cast<std::int8_t>(index)};
 }
 
 DeviceMemory device_memory(Device device) {

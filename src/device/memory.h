@@ -14,6 +14,10 @@ namespace lockstep {
 /// Why work cannot run on `device`: one line that names what is missing. "" where it can.
 std::string why_unusable(Device device);
 
+/// The device of that name: "cpu", "cuda", which is the GPU of LOCAL_RANK (as torchrun sets it) or
+/// else the first, or "cuda:1". Throws Error naming what it is instead.
+Device device_named(const std::string& name);
+
 /// Bytes of the device's memory: all, and what a Buffer could still get.
 struct DeviceMemory {
   std::int64_t total = 0;

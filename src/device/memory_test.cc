@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <numeric>
 
 #include "base/error.h"
@@ -50,6 +51,30 @@ TEST_P(Memory, PinnedIsThereForBoth) {
   copy_bytes(pinned.as<void>(), {}, buffer.as<void>(), GetParam(), 4096);
   synchronize(GetParam());
   EXPECT_EQ(pinned.as<std::uint8_t>()[4095], 7);
+}
+
+TEST(Devices, AreNamed) {
+  EXPECT_EQ(device_named("cpu"), Device{});
+  EXPECT_EQ(device_named("cuda:3"), (Device{Device::Kind::kCuda, 3}));
+  unsetenv("LOCAL_RANK");
+  EXPECT_EQ(device_named("cuda"), (Device{Device::Kind::kCuda, 0}));
+  setenv("LOCAL_RANK", "5", 1);
+  EXPECT_EQ(device_named("cuda"), (Device{Device::Kind::kCuda, 5}));
+  EXPECT_EQ(device_named("cuda:1"), (Device{Device::Kind::kCuda, 1}));
+  setenv("LOCAL_RANK", "x", 1);
+  EXPECT_THROW(device_named("cuda"), Error);
+  unsetenv("LOCAL_RANK");
+  for (const char* name :
+       {"", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:1x", "cuda:128", "cuda:999999999999"}) {
+    try {
+      device_named(name);
+      ADD_FAILURE() << name;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(std::string("device is '") + name + "'"),
+                std::string::npos)
+          << error.what();
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Memory, testing::ValuesIn(devices()), name_of_device);

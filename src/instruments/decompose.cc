@@ -48,11 +48,11 @@ PartGap measure(const DecomposeArgs& args, const Restricted& r) {
                       .contract = r.agreement.contract.id()});
   std::vector<Trajectory> read;
   {
-    rollout::Engine engine(r.agreement, r.rollout, Device{}, follows ? &store : nullptr, *comm);
+    rollout::Engine engine(r.agreement, r.rollout, args.device, follows ? &store : nullptr, *comm);
     sync::refit(args.weights, engine.weights(), r.agreement.contract, WeightVersion{0});
     read = engine.rescore(args.batch);
   }
-  train::Trainer trainer(r.agreement, r.qat, args.trainer, Device{}, *comm);
+  train::Trainer trainer(r.agreement, r.qat, args.trainer, args.device, *comm);
   WeightSink& masters = trainer.initial_weights();
   masters.begin(WeightVersion{0}, contracts::bf16().id());
   args.weights.each([&](const Weight& weight) { masters.put(weight); });

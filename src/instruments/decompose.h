@@ -67,6 +67,7 @@ struct DecomposeArgs {
   const WeightSource& weights;
   std::span<const Trajectory> batch{};  // both sides read these tokens anew
   bool by_layer = false;                // also weights, activations, k and v, a layer at a time
+  Device device{};
 };
 
 /// The agreement and the trainer's arm with only `part` on, in `layers`.

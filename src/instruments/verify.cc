@@ -237,11 +237,11 @@ void Verifier::contract(Check& check) {
 void Verifier::refit(Check& check) {
   store_ = make_store();
   auto engine =
-      std::make_unique<rollout::Engine>(agreement_, options_, Device{}, store_.get(), *comm_);
+      std::make_unique<rollout::Engine>(agreement_, options_, args_.device, store_.get(), *comm_);
   Checksums from_checkpoint(engine->weights());
   const Metrics metrics =
       sync::refit(args_.weights, from_checkpoint, agreement_.contract, WeightVersion{0});
-  trainer_ = std::make_unique<train::Trainer>(agreement_, qat_, train::Options{.lr = 0.0}, Device{},
+  trainer_ = std::make_unique<train::Trainer>(agreement_, qat_, train::Options{.lr = 0.0}, args_.device,
                                               *comm_);
   WeightSink& masters = trainer_->initial_weights();
   masters.begin(WeightVersion{0}, contracts::bf16().id());
@@ -369,7 +369,7 @@ void Verifier::batch(Check& check) {
   rollout::Options alone = options_;
   alone.tokens_per_pass = 5;
   alone.reuse_prefixes = false;
-  rollout::Engine engine(agreement_, alone, Device{}, store.get(), *comm_);
+  rollout::Engine engine(agreement_, alone, args_.device, store.get(), *comm_);
   sync::refit(args_.weights, engine.weights(), agreement_.contract, WeightVersion{0});
   std::vector<Trajectory> others;
   for (const rollout::Request& request : requests()) {

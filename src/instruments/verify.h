@@ -23,6 +23,7 @@ struct VerifyArgs {
   /// The contract is that of the run; guide and the trainer's arm are chosen by each check.
   const Agreement& agreement;
   const WeightSource& weights;
+  Device device{};
   rollout::Options rollout{};  // declared drift is left out
   std::string run_contract{};  // the id that the run directory names, hexadecimal; empty: none
   std::int32_t prompts = 6;    // of random tokens, so that no task or tokenizer has a say

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "device/memory.h"
 #include "model/names.h"
 #include "record/agreement.h"
 
@@ -325,6 +326,7 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
 
 void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
            std::int64_t prompt_tokens) {
+  device_named(recipe.device);
   check_shapes(arm, model);
   check_qat(arm);
   check_sites(arm);
@@ -368,6 +370,22 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
       Agreement{.model = model, .contract = arm.contract, .guide = arm.guide}.bytes_per_token();
   b.record_per_token_full = full_code_bytes(model);
   return b;
+}
+
+Device ready_device(const std::string& name, const Budget& b) {
+  const Device device = device_named(name);
+  if (device.kind == Device::Kind::kCpu) return device;
+  if (const std::string why = why_unusable(device); !why.empty()) {
+    throw Error(cat({"device is ", name, ": ", why}));
+  }
+  const DeviceMemory memory = device_memory(device);
+  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer;
+  if (needed <= memory.free) return device;
+  throw Error(
+      cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
+           bytes_text(memory.total), " free; rollout weights take ", bytes_text(b.rollout_weights),
+           ", rollout.cache ", bytes_text(b.cache), " and the trainer ", bytes_text(b.trainer),
+           ": lower rollout.cache, or choose a smaller model or another device"}));
 }
 
 std::int64_t full_code_bytes(const ModelConfig& model) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "device/view.h"
 #include "recipe/recipe.h"
 
 namespace lockstep::recipe {
@@ -31,6 +32,11 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
 
 /// Three lines: device, host, disk.
 std::string to_string(const Budget& budget);
+
+/// The recipe's device, once it is known to be there and to have room for the budget's rollout
+/// weights, cache and trainer. Throws Error naming what is missing: the bytes of each part where it
+/// is memory.
+Device ready_device(const std::string& name, const Budget& budget);
 
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);

@@ -13,6 +13,9 @@
 namespace lockstep::recipe {
 namespace {
 
+constexpr const char* kDeviceDoc =
+    "where rollout and trainer compute: cpu, cuda (under torchrun the GPU of LOCAL_RANK), or "
+    "cuda:1";
 constexpr double kMostInt = 2147483647, kMostLong = 9007199254740992.0;
 
 std::vector<Key> task_keys(data::TaskOptions& task, std::string& file, std::string& eval_file) {
@@ -269,6 +272,7 @@ std::vector<Key> keys(Recipe& r) {
   std::vector<Key> keys = {
       {"arm", &r.arm.name, "the method; it sets contract, qat, guide and residual, keys override"},
       {"model", &r.model, "the first policy: a Hugging Face directory"},
+      {"device", &r.device, kDeviceDoc},
       {"seed", &r.schedule.seed, "of prompts, samples, noise and audit tokens", 0, kMostLong},
   };
   append(keys, task_keys(r.task, r.task_file, r.task_eval_file));
@@ -321,6 +325,7 @@ std::vector<Key> keys(Recipe& r) {
 std::vector<Key> keys(SftRecipe& r) {
   std::vector<Key> keys = {
       {"model", &r.model, "a Hugging Face directory: config, tokenizer, weights to go on from"},
+      {"device", &r.device, kDeviceDoc},
       {"fresh", &r.fresh, "its weights are left alone: new ones are drawn"},
       {"init_std", &r.init_std, "of new weights", 0, 1, true},
       {"seed", &r.seed, "of new weights", 0, kMostLong},

@@ -30,6 +30,7 @@ struct Evaluation {
 
 /// What `lockstep train` does.
 struct Recipe {
+  std::string device = "cpu";  // of engine and trainer: device_named()
   std::string model = "models/tiny-moe";  // a Hugging Face directory
   ArmSpec arm = arm_spec("trace");
   data::TaskOptions task;
@@ -46,6 +47,7 @@ struct Recipe {
 
 /// What `lockstep sft` does: a model is taught by worked solutions.
 struct SftRecipe {
+  std::string device = "cpu";
   std::string model = "models/tiny-moe";  // a Hugging Face directory, with or without weights
   bool fresh = false;                     // draw new ones
   float init_std = 0.02f;

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "base/error.h"
+#include "device/memory.h"
 #include "recipe/preflight.h"
 
 namespace lockstep::recipe {
@@ -96,6 +97,30 @@ temperature = 1
   EXPECT_EQ(r.rollout.cache_bytes, 64 << 20);
   EXPECT_EQ(r.rollout.swap_bytes, 4096);
   EXPECT_EQ(r.schedule.sampling.temperature, 1.0f);
+}
+
+TEST(Recipe, ADeviceThatIsNoneOrNotThereIsRefusedBeforeAnythingStarts) {
+  EXPECT_EQ(contradiction("device = \"cuda:1\""), "");
+  EXPECT_NE(contradiction("device = \"gpu\"").find("device is 'gpu'"), std::string::npos);
+  const Budget small = {.rollout_weights = 1 << 20, .cache = 1 << 20, .trainer = 1 << 20};
+  EXPECT_EQ(ready_device("cpu", small), Device{});
+  try {
+    ready_device("cuda:99", small);
+    FAIL() << "a hundred GPUs";
+  } catch (const Error& error) {
+    EXPECT_TRUE(std::string(error.what()).starts_with("device is cuda:99: ")) << error.what();
+  }
+  if (!why_unusable({Device::Kind::kCuda, 0}).empty()) return;
+  EXPECT_EQ(ready_device("cuda:0", small), (Device{Device::Kind::kCuda, 0}));
+  try {
+    ready_device("cuda:0", {.rollout_weights = 1ll << 50, .cache = 3 << 20, .trainer = 5 << 20});
+    FAIL() << "a petabyte";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    for (const char* part : {"1024 TiB", "3 MiB", "5 MiB", "rollout.cache"}) {
+      EXPECT_NE(what.find(part), std::string::npos) << what;
+    }
+  }
 }
 
 TEST(Recipe, KeysOverrideTheArmWhereverItStands) {
