@@ -101,6 +101,50 @@ TEST_P(SamplerOn, DrawsTheCpusTokensAndLogProbs) {
   }
 }
 
+// Samples that share a prompt's row, each under its own request's seed.
+TEST_P(SamplerOn, DrawsMoreThanOnceFromARow) {
+  constexpr std::int64_t kRows = 3, kCount = 700;
+  const Device device = GetParam();
+  std::mt19937 random(8);
+  std::normal_distribution<float> gauss(0.0f, 2.0f);
+  std::vector<float> logits;
+  for (std::int64_t i = 0; i < kRows * kCount; ++i) logits.push_back(gauss(random));
+  const std::vector<std::int32_t> rows = {2, 2, 0, 1, 1, 1, 2};
+  std::vector<std::uint64_t> seeds;
+  std::vector<kernels::SampleName> names;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    seeds.push_back(i * 1000003);
+    names.push_back({4, 9, draw_counter(static_cast<std::int32_t>(i))});
+  }
+  const auto n = rows.size();
+  const Buffer from = to_device(logits, device), row = to_device(rows, device),
+               seed = to_device(seeds, device), name = to_device(names, device),
+               heat = to_device(std::vector<float>(n, 0.9f), device);
+  const Buffer tokens = to_device(std::vector<std::int32_t>(n, -7), device);
+  const Buffer logps = to_device(std::vector<float>(n), device);
+  const Buffer workspace(device, kernels::sample_workspace(std::ssize(rows), kCount));
+  kernels::sample({.logits = kernels::rows_of(from.as<const float>(), kRows, kCount, device),
+                   .rows = {row.as<std::int32_t>(), n},
+                   .temperatures = {heat.as<float>(), n},
+                   .seeds = {seed.as<std::uint64_t>(), n},
+                   .names = {name.as<kernels::SampleName>(), n},
+                   .tokens = {tokens.as<std::int32_t>(), n},
+                   .logps = {logps.as<float>(), n},
+                   .workspace = {workspace.as<>(), static_cast<std::size_t>(workspace.bytes())}},
+                  {});
+  const std::vector<std::int32_t> got = to_host<std::int32_t>(tokens);
+  const std::vector<float> logp = to_host<float>(logps);
+  for (std::size_t i = 0; i < n; ++i) {
+    const Distribution cpu({logits.data() + rows[i] * kCount, kCount}, 0.9f);
+    const Choice wanted = cpu.sample({}, {.seed = seeds[i],
+                                          .prompt = PromptId{4},
+                                          .sample = static_cast<std::int32_t>(i),
+                                          .position = 9});
+    EXPECT_EQ(got[i], wanted.token);
+    EXPECT_FLOAT_EQ(logp[i], wanted.logp);
+  }
+}
+
 TEST_P(SamplerOn, TellsOfANan) {
   std::vector<float> logits(2 * 1000, 1.0f);
   logits[1777] = std::nanf("");

@@ -24,4 +24,18 @@ void synchronize(std::int8_t index, Stream stream);
 void trim_pool(std::int8_t index);
 int multiprocessors(std::int8_t index);
 
+// device/stream.h
+Stream make_stream(std::int8_t index);
+void drop_stream(std::int8_t index, Stream stream) noexcept;
+void* make_event(std::int8_t index);
+void drop_event(void* event) noexcept;
+void record_event(std::int8_t index, void* event, Stream stream);
+void wait_event(void* event);
+void hold_back(std::int8_t index, void* event, Stream later);
+void begin_graph(std::int8_t index, Stream stream);
+void abandon_graph(std::int8_t index, Stream stream) noexcept;
+void* end_graph(std::int8_t index, Stream stream);
+void launch_graph(std::int8_t index, void* graph, Stream stream);
+void drop_graph(void* graph) noexcept;
+
 }  // namespace lockstep::cuda

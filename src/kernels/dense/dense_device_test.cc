@@ -182,6 +182,32 @@ TEST_P(DenseOn, CombineAndGatherGiveTheDefinitionsBits) {
   }
 }
 
+TEST_P(DenseOn, BytesAreGatheredAndFloatsLookedAt) {
+  for (const std::int64_t cols : {1, 6, 64, 70000}) {
+    std::vector<std::uint8_t> table;
+    for (std::int64_t i = 0; i < 3 * cols; ++i) table.push_back(static_cast<std::uint8_t>(i * 7));
+    const std::vector<std::int32_t> index = {2, 0, 2, 1};
+    std::vector<float> x(static_cast<std::size_t>(4 * cols), 3e38f);
+    x[static_cast<std::size_t>(3 * cols)] = NAN;
+    x[static_cast<std::size_t>(3 * cols - 1)] = -INFINITY;
+    expect_same([&](Device device) {
+      const auto from = matrix(table, 3, device);
+      const auto rows_wanted = matrix(index, 1, device);
+      const auto to =
+          matrix(std::vector<std::uint8_t>(static_cast<std::size_t>(4 * cols)), 4, device);
+      gather_rows(from.view(), rows_wanted.span(), to.view());
+      const auto values = matrix(x, 4, device);
+      const auto row = matrix(std::vector<std::int32_t>{kNoRow, kNoRow}, 1, device);
+      first_nonfinite(values.view(), row.buffer.as<std::int32_t>(), {});
+      auto first_two = values.view();
+      first_two.shape[0] = 2;
+      first_nonfinite(first_two, row.buffer.as<std::int32_t>() + 1, {});
+      EXPECT_EQ(row.host(), (std::vector<std::int32_t>{2, kNoRow}));
+      return to.host();
+    });
+  }
+}
+
 TEST_P(DenseOn, DriftNoiseGivesTheDefinitionsBits) {
   for (const std::int64_t cols : {1, 97, 2048}) {
     const std::vector<std::uint64_t> streams = {1, 1, 7, 1ull << 40, 7};

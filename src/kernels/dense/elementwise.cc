@@ -4,11 +4,13 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "base/parallel.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/elementwise_rows.h"
 #include "kernels/dense/vectors.h"
+#include "numerics/bf16.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -87,6 +89,18 @@ void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stre
   lower(first_nonfinite(x), bad);
 }
 
+void first_nonfinite(TensorView<const float, 2> x, std::int32_t* bad, Stream stream) {
+  require_shape("first_nonfinite", "x", x, x.shape[0], x.shape[1], x.device);
+  if (on_cuda("first_nonfinite", x.device)) {
+    if constexpr (build::has_cuda) return first_nonfinite_cuda(x, bad, stream);
+  }
+  const auto found = first_bad(x.shape[0], x.shape[1], [&](std::int64_t row) {
+    const float* values = x.data + row * x.stride[0];
+    return std::all_of(values, values + x.shape[1], [](float value) { return is_finite(value); });
+  });
+  lower(found, bad);
+}
+
 void combine(const CombineArgs& args, Stream stream) {
   const std::int64_t rows = args.gates.shape[0];
   const std::int64_t slots = args.gates.shape[1];
@@ -105,6 +119,19 @@ void combine(const CombineArgs& args, Stream stream) {
 
 void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
                  TensorView<Bf16, 2> to, Stream stream) {
+  const auto bytes_of = [](const auto& x) {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(x.data)>>,
+                                    const std::uint8_t, std::uint8_t>;
+    return TensorView<Byte, 2>{reinterpret_cast<Byte*>(x.data),
+                               {x.shape[0], 2 * x.shape[1]},
+                               {2 * x.stride[0], x.stride[1]},
+                               x.device};
+  };
+  gather_rows(bytes_of(from), index, bytes_of(to), stream);
+}
+
+void gather_rows(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
+                 TensorView<std::uint8_t, 2> to, Stream stream) {
   const auto rows = static_cast<std::int64_t>(index.size());
   const std::int64_t cols = from.shape[1];
   require_shape("gather_rows", "from", from, from.shape[0], cols, from.device);
@@ -112,11 +139,11 @@ void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> i
   if (on_cuda("gather_rows", from.device)) {
     if constexpr (build::has_cuda) return gather_rows_cuda(from, index, to, stream);
   }
-  parallel_for(rows, grain(cols, 1 << 17), [&](std::int64_t first, std::int64_t end) {
+  parallel_for(rows, grain(cols, 1 << 18), [&](std::int64_t first, std::int64_t end) {
     for (; first < end; ++first) {
       const std::int64_t row = index[static_cast<std::size_t>(first)];
       std::memcpy(to.data + first * to.stride[0], from.data + row * from.stride[0],
-                  static_cast<std::size_t>(cols) * sizeof(Bf16));
+                  static_cast<std::size_t>(cols));
     }
   });
 }

@@ -20,6 +20,7 @@ inline constexpr std::int32_t kNoRow = 0x7FFFFFFF;
 void residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
                   Stream stream);
 void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream);
+void first_nonfinite(TensorView<const float, 2> x, std::int32_t* bad, Stream stream);
 
 struct CombineArgs {
   TensorView<const float, 2> y;      // [rows * K, cols] outputs of the experts, a row's K together
@@ -33,6 +34,8 @@ void combine(const CombineArgs& args, Stream stream);
 /// to row i = from row index[i], which lies where they do.
 void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
                  TensorView<Bf16, 2> to, Stream stream = {});
+void gather_rows(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
+                 TensorView<std::uint8_t, 2> to, Stream stream = {});
 
 struct DriftNoiseArgs {
   TensorView<Bf16, 2> x;  // [rows, cols] in place

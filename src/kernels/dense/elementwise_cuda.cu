@@ -100,9 +100,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct GatherParams {
-  const Bf16* from;
+  const std::uint8_t* from;
   const std::int32_t* index;
-  Bf16* to;
+  std::uint8_t* to;
   std::int64_t from_stride;
   std::int64_t to_stride;
   std::int32_t cols;
@@ -110,11 +110,31 @@ struct GatherParams {
 
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams p) {
-  constexpr int kWidth = sizeof(Word) / sizeof(Bf16);
-  const Bf16* const from = p.from + p.index[blockIdx.x] * p.from_stride;
-  Bf16* const to = p.to + blockIdx.x * p.to_stride;
+  constexpr int kWidth = sizeof(Word);
+  const std::uint8_t* const from = p.from + p.index[blockIdx.x] * p.from_stride;
+  std::uint8_t* const to = p.to + blockIdx.x * p.to_stride;
   for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += kThreads * kWidth) {
     *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
+  }
+}
+
+struct FloatParams {
+  const float* x;
+  std::int32_t* bad;
+  std::int64_t stride;
+  std::int32_t cols;
+};
+
+/// Blocks of a row that follow each other in y look at parts of it.
+__global__ void __launch_bounds__(kThreads) look_kernel(const __grid_constant__ FloatParams p) {
+  const float* const x = p.x + std::int64_t{blockIdx.x} * p.stride;
+  bool bad = false;
+  for (int i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x); i < p.cols;
+       i += static_cast<int>(gridDim.y) * kThreads) {
+    bad |= (float_bits(x[i]) & 0x7F800000u) == 0x7F800000u;
+  }
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {
+    atomicMin(p.bad, static_cast<std::int32_t>(blockIdx.x));
   }
 }
 
@@ -175,6 +195,17 @@ void first_nonfinite_cuda(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream
               x.shape[0], x.device, stream);
 }
 
+void first_nonfinite_cuda(TensorView<const float, 2> x, std::int32_t* bad, Stream stream) {
+  if (x.shape[0] == 0 || x.shape[1] == 0) return;
+  const cuda::OnDevice scope(x.device.index);
+  const FloatParams params{x.data, bad, x.stride[0], static_cast<std::int32_t>(x.shape[1])};
+  const auto parts =
+      static_cast<unsigned>(std::min<std::int64_t>((x.shape[1] + 16383) / 16384, 64));
+  look_kernel<<<dim3(static_cast<unsigned>(x.shape[0]), parts), kThreads, 0,
+                cuda::stream_of(stream)>>>(params);
+  cuda::require_launch("look_kernel");
+}
+
 void combine_cuda(const CombineArgs& args, Stream stream) {
   const std::int64_t rows = args.gates.shape[0];
   const std::int64_t cols = args.out.shape[1];
@@ -200,15 +231,18 @@ void combine_cuda(const CombineArgs& args, Stream stream) {
   cuda::require_launch("combine_kernel");
 }
 
-void gather_rows_cuda(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
-                      TensorView<Bf16, 2> to, Stream stream) {
+void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
+                      TensorView<std::uint8_t, 2> to, Stream stream) {
   if (index.empty() || from.shape[1] == 0) return;
   const cuda::OnDevice scope(from.device.index);
   const GatherParams params{from.data,      index.data(), to.data,
                             from.stride[0], to.stride[0], static_cast<std::int32_t>(from.shape[1])};
-  const bool wide = params.cols % 8 == 0 && params.from_stride % 8 == 0 &&
-                    params.to_stride % 8 == 0 && aligned(params.from) && aligned(params.to);
-  const auto kernel = wide ? gather_kernel<uint4> : gather_kernel<std::uint16_t>;
+  const std::uintptr_t at =
+      reinterpret_cast<std::uintptr_t>(from.data) | reinterpret_cast<std::uintptr_t>(to.data) |
+      static_cast<std::uintptr_t>(from.stride[0] | to.stride[0] | params.cols);
+  const auto kernel = at % 16 == 0  ? gather_kernel<uint4>
+                      : at % 2 == 0 ? gather_kernel<std::uint16_t>
+                                    : gather_kernel<std::uint8_t>;
   kernel<<<static_cast<unsigned>(index.size()), kThreads, 0, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("gather_kernel");
 }

@@ -148,9 +148,10 @@ ElementwiseOps elementwise_avx512();
 void residual_add_cuda(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32_t* bad,
                        Stream stream);
 void first_nonfinite_cuda(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream);
+void first_nonfinite_cuda(TensorView<const float, 2> x, std::int32_t* bad, Stream stream);
 void combine_cuda(const CombineArgs& args, Stream stream);
-void gather_rows_cuda(TensorView<const Bf16, 2> from, std::span<const std::int32_t> index,
-                      TensorView<Bf16, 2> to, Stream stream);
+void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
+                      TensorView<std::uint8_t, 2> to, Stream stream);
 void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

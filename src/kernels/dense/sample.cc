@@ -5,9 +5,9 @@
 
 namespace lockstep::kernels {
 
-std::int64_t sample_workspace(std::int64_t rows, std::int64_t vocabulary) {
+std::int64_t sample_workspace(std::int64_t draws, std::int64_t vocabulary) {
   const std::int64_t blocks = (vocabulary + kSampleBlock - 1) / kSampleBlock;
-  return rows * blocks * static_cast<std::int64_t>(2 * sizeof(double));
+  return draws * blocks * static_cast<std::int64_t>(2 * sizeof(double));
 }
 
 void sample(const SampleArgs& args, Stream stream) {
@@ -18,19 +18,24 @@ void sample(const SampleArgs& args, Stream stream) {
   if (!on_cuda("sample", device)) {
     throw Error("sample: logits lie on the CPU, where rollout::Distribution draws tokens");
   }
+  const std::int64_t draws = std::ssize(args.tokens);
+  if (args.rows.empty() && draws != rows) {
+    throw Error(cat({"sample: ", draws, " tokens for ", rows, " rows, and no rows of them"}));
+  }
   const auto needs = [&](const char* name, std::size_t count, bool optional) {
-    if ((optional && count == 0) || static_cast<std::int64_t>(count) == rows) return;
-    throw Error(cat({"sample: ", count, " ", name, " for ", rows, " rows"}));
+    if ((optional && count == 0) || static_cast<std::int64_t>(count) == draws) return;
+    throw Error(cat({"sample: ", count, " ", name, " for ", draws, " draws"}));
   };
+  needs("rows", args.rows.size(), true);
+  needs("seeds", args.seeds.size(), true);
   needs("temperatures", args.temperatures.size(), false);
   needs("names", args.names.size(), args.greedy);
   needs("given tokens", args.given.size(), true);
-  needs("tokens", args.tokens.size(), false);
   needs("log-probs", args.logps.size(), false);
-  const std::int64_t bytes = sample_workspace(rows, vocabulary);
+  const std::int64_t bytes = sample_workspace(draws, vocabulary);
   if (vocabulary == 0 || static_cast<std::int64_t>(args.workspace.size()) < bytes) {
-    throw Error(cat({"sample: a workspace of ", args.workspace.size(), " bytes for ", rows,
-                     " rows of ", vocabulary, "; expected ", bytes}));
+    throw Error(cat({"sample: a workspace of ", args.workspace.size(), " bytes for ", draws,
+                     " draws of ", vocabulary, "; expected ", bytes}));
   }
   if constexpr (build::has_cuda) sample_cuda(args, stream);
 }

@@ -13,6 +13,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Params {
   const float* logits;
+  const std::int32_t* rows;  // or null
   const float* temperatures;
   const SampleName* names;    // or null
   const std::int32_t* given;  // or null
@@ -21,6 +22,7 @@ struct Params {
   double* sums;   // [rows, blocks]
   double* below;  // [rows, blocks] of all blocks up to and with this
   std::uint64_t seed;
+  const std::uint64_t* seeds;  // or null
   std::int64_t stride;
   std::int32_t count;
   std::int32_t blocks;
@@ -136,11 +138,11 @@ __device__ int token_in(const Params& p, const float* logits, float temperature,
   return chosen;
 }
 
-/// A block a row.
+/// A block a draw.
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   const std::int64_t row = blockIdx.x;
-  const float* const logits = p.logits + row * p.stride;
+  const float* const logits = p.logits + (p.rows == nullptr ? row : p.rows[row]) * p.stride;
   const float temperature = p.temperatures[row];
   double* const sums = p.sums + row * p.blocks;
   double* const below = p.below + row * p.blocks;
@@ -166,7 +168,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   int token = given >= 0 ? given : best;
   if (given < 0 && !p.greedy) {
     const SampleName name = p.names[row];
-    const PhiloxWords words = philox(p.seed, philox_counter(name.a, name.b, name.c));
+    const PhiloxWords words =
+        philox(p.seeds == nullptr ? p.seed : p.seeds[row], philox_counter(name.a, name.b, name.c));
     const double target = unit(words[0], words[1]) * total;
     for (int i = static_cast<int>(threadIdx.x); i < p.blocks; i += kThreads) {
       if (below[i] > target) atomicMin(&shared.found, i);
@@ -193,12 +196,14 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
 }  // namespace
 
 void sample_cuda(const SampleArgs& args, Stream stream) {
-  const std::int64_t rows = args.logits.shape[0];
+  const std::int64_t rows = std::ssize(args.tokens);
   const std::int64_t count = args.logits.shape[1];
   if (rows == 0) return;
   const cuda::OnDevice scope(args.logits.device.index);
   Params p{};
   p.logits = args.logits.data;
+  p.rows = args.rows.empty() ? nullptr : args.rows.data();
+  p.seeds = args.seeds.empty() ? nullptr : args.seeds.data();
   p.temperatures = args.temperatures.data();
   p.names = args.names.data();
   p.given = args.given.empty() ? nullptr : args.given.data();
