@@ -482,3 +482,24 @@ def test_doctor_says_what_is_there_and_what_is_missing(tmp_path):
     assert f"{tmp_path}/none" in done.stderr
     refused("doctor", tmp_path / "none.toml", rc=2, named="none.toml")
     refused("doctor", recipe, "schedule.step=1", rc=2, named="schedule.steps")
+
+
+def test_doctor_looks_at_each_arm_of_a_comparison(tmp_path):
+    assert "does not fit" not in run("doctor", "--quick").stdout  # every recipe of the checkout
+    text = run("doctor", ROOT / "recipes/studies/quads_k.toml").stdout
+    assert "and 5 more" in text and "all that is needed" in text
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[compare]\narms = ["bf16", "trace"]\n[variant.trace]\narm = "trace"\n'
+                    'residual.permille = 2000\n')
+    assert "residual.permille is 2000" in run("doctor", mine, rc=1).stderr
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+    folder = tmp_path / "run"
+    refused("train", ROOT / "recipes/demo.toml", "device=gpu", "--run", folder, rc=2,
+            named="expected cpu, cuda")
+    refused("train", ROOT / "recipes/demo.toml", "device=cuda:77", "--run", folder, rc=1,
+            named="device is cuda:77")
+    assert not folder.exists()
+    refused("rollout", ROOT / "recipes/demo.toml", "device=cuda:77", rc=1,
+            named="device is cuda:77")

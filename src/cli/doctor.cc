@@ -14,6 +14,7 @@
 #include "cli/subject.h"
 #include "cli/verbs.h"
 #include "device/memory.h"
+#include "recipe/compare.h"
 #include "store/store.h"
 #include "train/trainer.h"
 
@@ -85,6 +86,23 @@ void list_contracts(Doctor& doctor) {
 std::string short_of(const char* what, std::int64_t needed, std::int64_t there) {
   if (there <= 0 || needed <= there) return "";
   return cat({"needs ", bytes_text(needed), " of ", what, ", ", bytes_text(there), " are free"});
+}
+
+bool is_comparison(const std::string& file) {
+  return !recipe::split(recipe::read_entries(recipe::find(file, "the recipe"))).compare.empty();
+}
+
+/// The recipe, or where it is a comparison's each of its arms.
+std::vector<recipe::Recipe> recipes_in(const std::string& file,
+                                       const std::vector<std::string>& assignments) {
+  if (!is_comparison(file)) return {load_recipe(file, assignments)};
+  const fs::path path = recipe::find(file, "the recipe");
+  const recipe::Comparison comparison = recipe::read_comparison(path, assignments, {}, 0);
+  std::vector<recipe::Recipe> recipes;
+  for (const std::string& label : comparison.arms) {
+    recipes.push_back(comparison.recipe(label, 0));
+  }
+  return recipes;
 }
 
 /// Whether a recipe can run here: "" or why it cannot. `row` gets what it takes.
@@ -185,10 +203,16 @@ void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& a
   if (args.assignments.empty() && is_sft(file)) {
     return doctor.say(file, "for sft; costs what its batch costs");
   }
-  std::vector<std::string> row = {file};
+  std::vector<std::string> row;
   std::string why;
   try {
-    why = fits(load_recipe(file, args.assignments), row);
+    const std::vector<recipe::Recipe> recipes = recipes_in(file, args.assignments);
+    for (const recipe::Recipe& recipe : recipes) {
+      row = {file};
+      if (why = fits(recipe, row); !why.empty()) break;
+    }
+    if (recipes.size() > 1 && why.empty())
+      row[1] = cat({row[1], " and ", recipes.size() - 1, " more"});
   } catch (const Error& error) {
     why = error.what();
   }
@@ -209,7 +233,7 @@ void look_at_recipes(Doctor& doctor, const DoctorArgs& args) {
   }
   if (!args.assignments.empty() || args.quick || !doctor.missing().empty()) return;
   for (const std::string& file : files) {
-    if (!counts(file, args) || is_sft(file)) continue;
+    if (!counts(file, args) || is_sft(file) || is_comparison(file)) continue;
     look_at_time(doctor, file, load_recipe(file, {}), file == kDemo);
   }
 }
