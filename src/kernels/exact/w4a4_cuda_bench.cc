@@ -7,6 +7,7 @@
 #include "base/philox.h"
 #include "base/text.h"
 #include "device/cuda/bench.h"
+#include "kernels/dense/w4a16.h"
 #include "kernels/exact/moe_w4a4.h"
 #include "kernels/exact/w4a4.h"
 #include "numerics/exponent.h"
@@ -114,6 +115,46 @@ void product(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_
   bench.run(one);
 }
 
+/// The same products of BF16 activations.
+void product16(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_t cols,
+               std::int64_t tokens, bool slots) {
+  const Routes routes(tokens, 11);
+  const double bytes = static_cast<double>(routes.active) * out * cols * 0.5625;
+  const int sets = cuda::Bench::sets_of(bytes);
+  const Weights weights(bench, out, cols, sets, 5);
+  const std::int64_t items = tokens * kSlots;
+  const std::int64_t rows = slots ? items : tokens;
+  const Buffer x = bench.normal_bf16(rows * cols, 9);
+  const Buffer offsets = to_device(routes.offsets, bench.device());
+  const Buffer slot_of = to_device(routes.slot_of, bench.device());
+  const Buffer row_of = to_device(routes.row_of, bench.device());
+  const Buffer y(bench.device(), items * out * 4);
+  cuda::BenchCase one;
+  one.name = name;
+  one.size = cat({"B ", tokens, ", ", routes.active, " experts"});
+  one.bytes = bytes;
+  one.flop = 2.0 * static_cast<double>(items) * out * cols;
+  one.floor = cuda::Floor::kRead;
+  one.sets = sets;
+  one.launch = [&](int set, Stream stream) {
+    w4a16({.x = {x.as<const Bf16>(), {rows, cols}, {cols, 1}, bench.device()},
+           .w = weights.view[static_cast<std::size_t>(set)],
+           .offsets = view_of(offsets),
+           .from = view_of(slots ? slot_of : row_of),
+           .to = view_of(slot_of),
+           .out = {y.as<float>(), {items, out}, {out, 1}, bench.device()}},
+          stream);
+  };
+  bench.run(one);
+}
+
+void products16(cuda::Bench& bench) {
+  for (const std::int64_t tokens : {1, 8, 16, 64}) {
+    product16(bench, "w4a16 w13", 2 * kWidth, kHidden, tokens, false);
+    product16(bench, "w4a16 w2", kHidden, kWidth, tokens, true);
+  }
+}
+
 void products(cuda::Bench& bench) {
   for (const std::int64_t tokens : {1, 8, 16, 64, 128}) {
     product(bench, "w4a4 w13", 2 * kWidth, kHidden, tokens, false);
@@ -179,6 +220,7 @@ void decodes(cuda::Bench& bench) {
 }
 
 const cuda::BenchEntry entry("w4a4", products);
+const cuda::BenchEntry entry16("w4a16", products16);
 const cuda::BenchEntry decode_entry("moe", decodes);
 
 }  // namespace

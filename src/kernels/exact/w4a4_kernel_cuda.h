@@ -25,7 +25,7 @@ inline constexpr int kWarps = kSplits * kTiles;
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kGroup = 16 * kTiles;  // outputs at a time
 inline constexpr int kStages = 2;
-inline constexpr int kStageChunks = 3;
+inline constexpr int kStageChunks = 4;
 inline constexpr int kSegment = 2048;  // columns whose activations are unpacked at once
 inline constexpr int kSegmentChunks = kSegment / kChunk;
 inline constexpr int kSegmentBlocks = kSegment / 16;
@@ -62,6 +62,14 @@ struct Params {
   float* out;
   std::int64_t out_stride;
   std::int32_t base_exponent;  // -20, or with a residual -22 and less
+  std::int32_t base_cost;      // of a unit's group, in what a pair of items adds to it
+
+  __device__ std::int32_t offset(std::int32_t expert) const {
+    return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
+  }
+  __device__ std::int32_t cost(std::int32_t items_left) const {
+    return base_cost + (min(items_left, kItems) + 1) / 2;
+  }
 };
 
 /// Items first .. end - 1 are left of an expert; a unit is the first eight of them.
@@ -76,14 +84,10 @@ struct Unit {
     first += kItems;
     while (first >= end) {
       first = end;
-      end = p.offsets[++expert + 1];
+      end = p.offset(++expert + 1);
     }
   }
 };
-
-__device__ inline std::int32_t units_in(std::int32_t items) {
-  return (items + kItems - 1) / kItems;
-}
 
 /// What a block of threads takes: groups of outputs from `group` of unit number `index` on.
 struct Work {
@@ -91,54 +95,107 @@ struct Work {
   std::int32_t index;
   std::int32_t group;
   std::int32_t left;  // groups; 0: nothing
+
+  /// To the next unit, `done` groups further on. There must be one.
+  __device__ void advance(const Params& p, int done) {
+    left -= done;
+    group = 0;
+    ++index;
+    unit.advance(p);
+  }
 };
 
-/// All lanes of a warp call it.
-__device__ inline Work find_work(const Params& p, int lane) {
-  // Each lane looks at experts that follow each other, so that all offsets are read at once.
-  const std::int32_t each = (p.experts + 31) / 32;
-  const std::int32_t end_expert = min((lane + 1) * each, p.experts);
-  std::int32_t units = 0;
-  if (p.offsets == nullptr) {
-    units = lane == 0 ? units_in(p.items) : 0;
-  } else if (lane * each < end_expert) {
-    std::int32_t begin = p.offsets[lane * each];
+/// The experts as a lane sees them: those that follow each other from `first` on, so that all
+/// offsets are read at once.
+struct Experts {
+  std::int32_t first;
+  std::int32_t units;         // theirs
+  std::int32_t cost;          // of a group of each of them
+  std::int32_t units_before;  // of all experts before
+  std::int32_t cost_before;
+};
+
+__device__ inline std::int32_t sum_up_to(std::int32_t value, int lane) {
+  for (int d = 1; d < 32; d *= 2) {
+    const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
+__device__ inline Experts look_at_experts(const Params& p, int lane) {
+  const std::int32_t experts = p.offsets != nullptr ? p.experts : 1;
+  const std::int32_t each = (experts + 31) / 32;
+  Experts seen{lane * each, 0, 0, 0, 0};
+  const std::int32_t end_expert = min(seen.first + each, experts);
+  if (seen.first < end_expert) {
+    std::int32_t begin = p.offset(seen.first);
 #pragma unroll 4
-    for (std::int32_t e = lane * each; e < end_expert; ++e) {
-      const std::int32_t end = p.offsets[e + 1];
-      units += units_in(end - begin);
+    for (std::int32_t e = seen.first; e < end_expert; ++e) {
+      const std::int32_t end = p.offset(e + 1);
+      const std::int32_t full = (end - begin) / kItems;
+      const std::int32_t rest = (end - begin) % kItems;
+      seen.units += full + (rest > 0);
+      seen.cost += full * p.cost(kItems) + (rest > 0 ? p.cost(rest) : 0);
       begin = end;
     }
   }
-  std::int32_t sum = units;
-  for (int d = 1; d < 32; d *= 2) {
-    const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-    if (lane >= d) sum += other;
-  }
-  const std::int64_t all = std::int64_t{__shfl_sync(0xFFFFFFFFu, sum, 31)} * p.groups;
-  const std::int64_t first = all * blockIdx.x / gridDim.x;
+  seen.units_before = sum_up_to(seen.units, lane) - seen.units;
+  seen.cost_before = sum_up_to(seen.cost, lane) - seen.cost;
+  return seen;
+}
+
+/// The first group of which no part lies before `at`, in cost from the beginning on; `left` counts
+/// the groups before it. All lanes of a warp call it, `at` below the cost of all.
+__device__ inline Work place_of(const Params& p, const Experts& seen, std::int64_t at) {
+  std::int64_t into = at - std::int64_t{seen.cost_before} * p.groups;
+  const bool mine = into >= 0 && into < std::int64_t{seen.cost} * p.groups;
+  const int owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, mine))) - 1;
+  into = __shfl_sync(0xFFFFFFFFu, into, owner);
   Work work{};
-  work.left = static_cast<std::int32_t>(all * (blockIdx.x + 1) / gridDim.x - first);
-  if (work.left == 0) return work;
-  work.index = static_cast<std::int32_t>(first / p.groups);
-  work.group = static_cast<std::int32_t>(first % p.groups);
-  if (p.offsets == nullptr) {
-    work.unit = {0, work.index * kItems, p.items};
-    return work;
-  }
-  std::int32_t before = work.index - (sum - units);
-  const unsigned here = __ballot_sync(0xFFFFFFFFu, before >= 0 && before < units);
-  const int owner = __ffs(static_cast<int>(here)) - 1;
-  before = __shfl_sync(0xFFFFFFFFu, before, owner);
-  std::int32_t e = owner * each;
-  std::int32_t begin = p.offsets[e];
-  std::int32_t end = p.offsets[e + 1];
-  while (before >= units_in(end - begin)) {
-    before -= units_in(end - begin);
+  work.index = __shfl_sync(0xFFFFFFFFu, seen.units_before, owner);
+  std::int32_t e = __shfl_sync(0xFFFFFFFFu, seen.first, owner);
+  const std::int64_t whole = std::int64_t{p.cost(kItems)} * p.groups;  // of a full unit
+  std::int32_t begin = p.offset(e);
+  std::int32_t end = p.offset(e + 1);
+  while (true) {
+    const std::int32_t full = (end - begin) / kItems;
+    const std::int32_t rest = (end - begin) % kItems;
+    const std::int64_t all = full * whole + (rest > 0 ? std::int64_t{p.cost(rest)} * p.groups : 0);
+    if (into < all) break;
+    into -= all;
+    work.index += full + (rest > 0);
     begin = end;
-    end = p.offsets[++e + 1];
+    end = p.offset(++e + 1);
   }
-  work.unit = {e, begin + before * kItems, end};
+  const auto before = static_cast<std::int32_t>(into / whole);
+  const std::int32_t first = begin + before * kItems;
+  const auto rest = static_cast<std::int32_t>(into - before * whole);
+  const std::int32_t cost = p.cost(end - first);
+  work.unit = {e, first, end};
+  work.index += before;
+  work.group = (rest + cost - 1) / cost;
+  work.left = work.index * p.groups + work.group;
+  return work;
+}
+
+/// This block's run. All lanes of a warp call it.
+__device__ inline Work find_work(const Params& p, int lane) {
+  const Experts seen = look_at_experts(p, lane);
+  const std::int64_t all =
+      std::int64_t{__shfl_sync(0xFFFFFFFFu, seen.cost_before + seen.cost, 31)} * p.groups;
+  const std::int32_t units = __shfl_sync(0xFFFFFFFFu, seen.units_before + seen.units, 31);
+  const std::int64_t first = all * blockIdx.x / gridDim.x;
+  const std::int64_t last = all * (blockIdx.x + 1) / gridDim.x;
+  if (first == last) return {};
+  Work work = place_of(p, seen, first);
+  const std::int32_t end = last == all ? units * p.groups : place_of(p, seen, last).left;
+  work.left = end - work.left;
+  if (work.left > 0 && work.group == p.groups) {
+    work.group = 0;
+    ++work.index;
+    work.unit.advance(p);
+  }
   return work;
 }
 
@@ -172,6 +229,25 @@ struct Reader {
   const std::byte* next = nullptr;
   std::int32_t left = 0;   // chunks of the range
   std::int32_t quick = 0;  // of the stream's, those that are left
+
+  /// At the beginning of the work; the ring is on its way. One lane calls it, or all lanes its
+  /// like.
+  template <typename Ring, typename Arrived>
+  __device__ void start(const Params& p, const Work& work, WeightStream& from, Ring& ring,
+                        Arrived& arrived, int warp) {
+    from = {work, warp / kSplits, warp % kSplits, 0, 0, 0};
+    enter(p, from);
+    for (int i = 0; i < kStages; ++i) init_barrier(&arrived[i]);
+    show_barriers();
+    for (int i = 0; i < kStages; ++i) fetch(p, from, ring[i], &arrived[i]);
+  }
+
+  __device__ void step() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1u;
+    }
+  }
 
   __device__ void enter(const Params& p, WeightStream& from) {
     const std::int32_t at = from.work.group * kTiles + from.tile;
@@ -232,6 +308,7 @@ struct Constants {
   std::uint32_t raised;
   std::uint32_t lowered;
   std::uint32_t mine[kBlocksInChunk];  // all ones for the block whose activations the lane brings
+  std::uint32_t a_at;                  // where these begin in Shared::a[part][pair of items]
 };
 
 template <int kParts>
@@ -242,7 +319,7 @@ struct Shared {
   alignas(16) std::uint8_t a[kParts][kItems][kRowBytes];
   alignas(16) int4 start[kParts][kItems / 2][kSegmentBlocks];
   alignas(8) int2 scale[kParts][kItems / 2][kSegmentBlocks];
-  std::int64_t sums[2][kSplits][kTiles][kItems][16];
+  std::int64_t sums[kSplits][kTiles][kItems][16];
   std::uint64_t arrived[kWarps][kStages];
   WeightStream stream[kWarps];
   Work work;
@@ -313,8 +390,7 @@ template <int kParts, int kPairs>
 __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shared<kParts>& s,
                                       const std::uint8_t* chunk, int at, int lane,
                                       const Constants& c) {
-  const int g = lane / 4;
-  const int t = lane % 4;
+  const unsigned t = threadIdx.x % 4;
   const uint4 codes = *reinterpret_cast<const uint4*>(chunk + lane * 16);
   const std::uint32_t scales =
       *reinterpret_cast<const std::uint16_t*>(chunk + kChunkCodeBytes + lane * 2);
@@ -332,8 +408,8 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
   for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const std::uint32_t a = *reinterpret_cast<const std::uint32_t*>(
-          &s.a[part][2 * pair + g % 2][at * kChunk + g / 2 * 16 + t * 4]);
+      const std::uint32_t a =
+          *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
       const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
       std::int32_t d[4];
       multiply_block(d, w[0][0], w[0][1], a & c.mine[0],
@@ -399,18 +475,14 @@ __device__ void run(const Params& p, Shared<kParts>& s, const Unit& unit, int fi
         }
         __syncwarp();
         if (lane == 0) reader.fetch(p, s.stream[warp], stage, arrived);
-        if (++reader.slot == kStages) {
-          reader.slot = 0;
-          reader.parity ^= 1u;
-        }
+        reader.step();
       }
     }
-    // Lane t has item 2 pair + t % 2 of output g + 8 (t / 2). There are two sets of sums: whoever
-    // writes one again has met all others since they read it.
-    auto& sums = s.sums[group % 2];
+    // Lane t has item 2 pair + t % 2 of output g + 8 (t / 2).
+    if (group > first) __syncthreads();  // the sums of the last group have been read
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      sums[split][tile][2 * pair + lane % 2][lane / 4 + lane % 4 / 2 * 8] =
+      s.sums[split][tile][2 * pair + lane % 2][lane / 4 + lane % 4 / 2 * 8] =
           sum_over_quad(acc[pair], lane % 4);
     }
     __syncthreads();
@@ -418,7 +490,7 @@ __device__ void run(const Params& p, Shared<kParts>& s, const Unit& unit, int fi
     const int column = static_cast<int>(threadIdx.x) % kGroup;
     if (row < unit.count() && group * kGroup + column < p.out_rows) {
       std::int64_t sum = 0;
-      for (int i = 0; i < kSplits; ++i) sum += sums[i][column / 16][row][column % 16];
+      for (int i = 0; i < kSplits; ++i) sum += s.sums[i][column / 16][row][column % 16];
       p.out[s.to[row] * p.out_stride + group * kGroup + column] = scaled_sum(sum, s.exponent[row]);
     }
   }
@@ -446,19 +518,14 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
           thread / kBlocksInChunk == thread % kBlocksInChunk ? 0xFFFFFFFFu : 0u;
     }
     if (thread % 32 == 0) {
-      WeightStream& stream = s.stream[warp];
-      stream = {work, warp / kSplits, warp % kSplits, 0, 0, 0};
-      reader.enter(p, stream);
-      for (int i = 0; i < kStages; ++i) init_barrier(&s.arrived[warp][i]);
-      show_barriers();
-      for (int i = 0; i < kStages; ++i) {
-        reader.fetch(p, stream, s.ring[warp][i], &s.arrived[warp][i]);
-      }
+      reader.start(p, work, s.stream[warp], s.ring[warp], s.arrived[warp], warp);
     }
   }
   if (Tail::kStartsEarly) wait_for_predecessors();
   __syncthreads();
   Constants constants{};
+  constants.a_at =
+      threadIdx.x / 4 % 2 * kRowBytes + threadIdx.x % 32 / 8 * 16 + threadIdx.x % 4 * 4;
   constants.raised = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].x);
   constants.lowered = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].y);
 #pragma unroll
@@ -486,12 +553,7 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
     if constexpr (Tail::kRuns) tail(p, s, unit, s.work.index, first, end);
     if (s.work.left == end - first) return;
     __syncthreads();
-    if (thread == 0) {
-      s.work.left -= end - first;
-      s.work.group = 0;
-      ++s.work.index;
-      s.work.unit.advance(p);
-    }
+    if (thread == 0) s.work.advance(p, end - first);
     __syncthreads();
   }
 }
@@ -501,53 +563,68 @@ inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t f
           factor};
 }
 
+/// All but what is multiplied with the weights.
+inline Params params_of_work(const W4a4Weights& w, const TensorView<const std::int32_t, 1>& offsets,
+                             const TensorView<const std::int32_t, 1>& from,
+                             const TensorView<const std::int32_t, 1>& to,
+                             const TensorView<float, 2>& out, std::int64_t items) {
+  Params p{};
+  p.weights = w.data;
+  p.expert_bytes = W4a4Weights::expert_bytes(w.out, w.cols);
+  p.tile_bytes = static_cast<std::int32_t>(W4a4Weights::tile_bytes(w.cols));
+  p.experts = w.experts;
+  p.out_rows = w.out;
+  p.groups = (w.out + kGroup - 1) / kGroup;
+  p.chunks = (w.cols + kChunk - 1) / kChunk;
+  p.blocks = w.cols / 16;
+  p.offsets = offsets.data;
+  p.from = from.data;
+  p.to = to.data;
+  p.items = static_cast<std::int32_t>(items);
+  p.out = out.data;
+  p.out_stride = out.stride[0];
+  p.base_cost = 4;  // seen: a unit of one pair takes five sixths of what one of two does
+  return p;
+}
+
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
-  Params p{};
+  Params p = params_of_work(args.w, args.offsets, args.from, args.to, args.out, items);
   p.part[0] = part_of(args.a, has_residual ? 4 << args.residual_halvings : 1);
   if (has_residual) p.part[1] = part_of(args.residual, -1);
   p.global = args.a.global.data;
   p.global_stride = args.a.global.stride[0];
-  p.weights = args.w.data;
-  p.expert_bytes = W4a4Weights::expert_bytes(args.w.out, args.w.cols);
-  p.tile_bytes = static_cast<std::int32_t>(W4a4Weights::tile_bytes(args.w.cols));
-  p.experts = args.w.experts;
-  p.out_rows = args.w.out;
-  p.groups = (args.w.out + kGroup - 1) / kGroup;
-  p.chunks = (args.w.cols + kChunk - 1) / kChunk;
-  p.blocks = args.w.cols / 16;
-  p.offsets = args.offsets.data;
-  p.from = args.from.data;
-  p.to = args.to.data;
-  p.items = static_cast<std::int32_t>(items);
-  p.out = args.out.data;
-  p.out_stride = args.out.stride[0];
   p.base_exponent = has_residual ? -22 - args.residual_halvings : -20;
   return p;
 }
 
-/// A launch that may start beside its predecessor: it waits itself.
-template <int kParts, typename Tail>
-void launch(const Params& params, const Tail& tail, std::int8_t device, Stream stream) {
-  constexpr int kBytes = sizeof(Shared<kParts>);
-  static const cudaError_t raised = cudaFuncSetAttribute(
-      w4a4_kernel<kParts, Tail>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  cuda::require(raised, "cudaFuncSetAttribute");
+/// A launch over all of the work that may start beside its predecessor: it waits itself.
+template <typename... Arguments>
+void launch_over(void (*kernel)(Arguments...), int shared_bytes, int residents, const Params& work,
+                 std::int8_t device, Stream stream, const Arguments&... arguments) {
+  cuda::require(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      "cudaFuncSetAttribute");
   const std::int64_t most =
-      (std::int64_t{params.items + kItems - 1} / kItems + params.experts) * params.groups;
+      (std::int64_t{work.items + kItems - 1} / kItems + work.experts) * work.groups;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<std::int64_t>(
-      most, std::int64_t{cuda::multiprocessors(device)} * residents(kParts))));
+  config.gridDim = dim3(static_cast<unsigned>(
+      std::min<std::int64_t>(most, std::int64_t{cuda::multiprocessors(device)} * residents)));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = cuda::stream_of(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  cuda::require(cudaLaunchKernelEx(&config, w4a4_kernel<kParts, Tail>, params, tail),
-                "w4a4_kernel");
+  cuda::require(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+}
+
+template <int kParts, typename Tail>
+void launch(const Params& params, const Tail& tail, std::int8_t device, Stream stream) {
+  launch_over<Params, Tail>(w4a4_kernel<kParts, Tail>, static_cast<int>(sizeof(Shared<kParts>)),
+                            residents(kParts), params, device, stream, params, tail);
 }
 
 }  // namespace lockstep::kernels::w4a4_device

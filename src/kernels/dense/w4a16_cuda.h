@@ -1,0 +1,10 @@
+#pragma once
+
+#include "kernels/dense/w4a16.h"
+
+namespace lockstep::kernels {
+
+/// The arguments have been checked, `items` is not 0.
+void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream);
+
+}  // namespace lockstep::kernels

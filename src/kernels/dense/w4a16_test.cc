@@ -1,0 +1,149 @@
+#include "kernels/dense/w4a16.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "device/testing.h"
+#include "kernels/exact/w4a4_testing.h"
+#include "numerics/bf16.h"
+#include "numerics/e2m1.h"
+#include "numerics/e4m3.h"
+
+namespace lockstep::kernels {
+namespace {
+
+struct Problem {
+  std::int64_t rows = 0;
+  std::vector<Bf16> x;
+  std::vector<Codes> w;
+  std::vector<std::int32_t> offsets, from, to;
+
+  std::int64_t items() const { return static_cast<std::int64_t>(from.size()); }
+  std::int64_t cols() const { return w[0].cols; }
+  std::int64_t out() const { return w[0].rows; }
+};
+
+/// Items of each expert take rows at random; x has numbers of many binades.
+Problem problem(std::int64_t rows, std::int64_t cols, std::int64_t out,
+                const std::vector<std::int32_t>& counts, std::uint32_t seed,
+                std::uint32_t least = 0) {
+  Problem p;
+  p.rows = rows;
+  for (std::int64_t i = 0; i < rows * cols; ++i) {
+    const std::uint32_t bits = word(seed, static_cast<std::uint32_t>(i));
+    // Sign and mantissa at random, exponents of six binades around 1.
+    p.x.push_back(static_cast<Bf16>(
+        static_cast<std::uint16_t>((bits & 0x807Fu) | (124u + (bits >> 16) % 6u) << 7)));
+  }
+  p.offsets = {0};
+  for (std::size_t e = 0; e < counts.size(); ++e) {
+    p.w.push_back(
+        random_codes(out, cols, seed + 10 + static_cast<std::uint32_t>(e), 9, true, least));
+    p.offsets.push_back(p.offsets.back() + counts[e]);
+  }
+  for (std::int32_t i = 0; i < p.offsets.back(); ++i) {
+    p.from.push_back(static_cast<std::int32_t>(word(seed + 1, static_cast<std::uint32_t>(i)) %
+                                               static_cast<std::uint32_t>(rows)));
+    p.to.push_back(p.offsets.back() - 1 - i);
+  }
+  return p;
+}
+
+std::vector<float> run(const Problem& p, Device device) {
+  const Buffer x = to_device(p.x, device);
+  const Experts w(p.w, device);
+  const Buffer offsets = to_device(p.offsets, device);
+  const Buffer from = to_device(p.from, device);
+  const Buffer to = to_device(p.to, device);
+  const Buffer out =
+      to_device(std::vector<float>(static_cast<std::size_t>(p.items() * p.out()), -7.0f), device);
+  w4a16({.x = {x.as<const Bf16>(), {p.rows, p.cols()}, {p.cols(), 1}, device},
+         .w = w.view,
+         .offsets = index_view(offsets),
+         .from = index_view(from),
+         .to = index_view(to),
+         .out = {out.as<float>(), {p.items(), p.out()}, {p.out(), 1}, device}});
+  return to_host<float>(out);
+}
+
+double weight(const Codes& w, std::int64_t row, std::int64_t k) {
+  const int pair = w.codes[static_cast<std::size_t>((row * w.cols + k) / 2)];
+  const auto code = static_cast<E2m1>(static_cast<std::uint8_t>(k % 2 ? pair >> 4 : pair & 15));
+  const auto s8 = static_cast<E4m3>(w.scales[static_cast<std::size_t>((row * w.cols + k) / 16)]);
+  return double{to_float(code)} * double{to_float(s8)} * double{w.global[0]};
+}
+
+class W4a16 : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, W4a16, testing::ValuesIn(devices()), name_of_device);
+
+TEST_P(W4a16, StaysWithinItsBound) {
+  const bool cpu = GetParam().kind == Device::Kind::kCpu;
+  std::uint32_t seed = 50;
+  for (const auto [cols, out] : {std::array{16, 16}, std::array{64, 33}, std::array{2048, 40},
+                                 std::array{768, 70}, std::array{2192, 16}, std::array{48, 100}}) {
+    if (cpu && cols > 100) continue;  // std::fma takes its time there
+    const Problem p = problem(9, cols, out, {0, 1, 3, 8, 0, 9, 20}, seed += 100);
+    const std::vector<float> y = run(p, GetParam());
+    const double k = static_cast<double>(cols);
+    const double bound = cpu ? k * 0x1p-24 : (k / 8 + 4) * 0x1p-23;
+    double worst = 0.0;
+    for (std::size_t e = 0; e < p.w.size(); ++e) {
+      for (std::int32_t i = p.offsets[e]; i < p.offsets[e + 1]; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        for (std::int64_t row = 0; row < out; ++row) {
+          double sum = 0.0;
+          double size = 0.0;
+          for (std::int64_t j = 0; j < cols; ++j) {
+            const double product =
+                weight(p.w[e], row, j) *
+                double{to_float(p.x[static_cast<std::size_t>(p.from[at] * cols + j)])};
+            sum += product;
+            size += std::abs(product);
+          }
+          const double got = y[static_cast<std::size_t>(p.to[at] * out + row)];
+          worst = std::max(worst, size == 0.0 ? std::abs(got) : std::abs(got - sum) / size);
+        }
+      }
+    }
+    EXPECT_LE(worst, bound) << cols << " x " << out;
+  }
+}
+
+TEST_P(W4a16, ARowDoesNotDependOnItsCompany) {
+  const Problem all = problem(12, 768, 48, {5, 17, 1}, 7, 0x20);
+  const std::vector<float> y = run(all, GetParam());
+  for (const std::size_t item : {0u, 4u, 5u, 12u, 13u, 21u, 22u}) {
+    Problem one = all;
+    const std::size_t expert = item < 5 ? 0 : item < 22 ? 1 : 2;
+    one.from = {all.from[item]};
+    one.to = {0};
+    one.offsets = {0, expert < 1 ? 1 : 0, expert < 2 ? 1 : 0, 1};
+    const std::vector<float> alone = run(one, GetParam());
+    EXPECT_EQ(std::memcmp(alone.data(), y.data() + static_cast<std::size_t>(all.to[item]) * 48,
+                          48 * sizeof(float)),
+              0)
+        << item;
+  }
+  EXPECT_EQ(run(all, GetParam()), y);
+}
+
+TEST_P(W4a16, NamesWhatDoesNotFit) {
+  std::vector<Bf16> x(32);
+  std::byte bytes[64] = {};
+  try {
+    w4a16({.x = {x.data(), {1, 32}, {32, 1}}, .w = {bytes, 1, 16, 64}});
+    FAIL() << "took rows of another width";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("as many columns"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
