@@ -23,7 +23,7 @@ inline std::vector<Device> devices() {
   return {Device{}};
 }
 
-inline std::string name_of_device(const testing::TestParamInfo<Device>& info) {
+inline std::string name_of_device(const ::testing::TestParamInfo<Device>& info) {
   return info.param.kind == Device::Kind::kCpu ? "cpu" : "cuda";
 }
 

@@ -1,15 +1,13 @@
 #include "rollout/capture.h"
 
 #include <algorithm>
-#include <array>
 #include <cassert>
-#include <cstring>
+#include <optional>
 #include <vector>
 
-#include "base/error.h"
 #include "base/parallel.h"
-#include "base/text.h"
-#include "numerics/exponent.h"
+#include "rollout/capture_device.h"
+#include "rollout/capture_rows.h"
 #include "rollout/forward.h"
 #include "rollout/kv_rows.h"
 
@@ -18,42 +16,25 @@ namespace {
 
 constexpr std::int64_t kGrain = 256;  // rows a thread copies at least
 
-/// kCodes of one token from `slots` packed rows that start at `row`: codes, scales, exponents if
-/// `own` says that rows have some.
-void pack_row(const PackedView<const std::uint8_t>& codes, std::int64_t row, std::int64_t slots,
-              bool own, std::byte* out) {
-  for (std::int64_t s = row; s < row + slots; ++s) {
-    const auto bytes = static_cast<std::size_t>(codes.codes.shape[1]);
-    std::memcpy(out, codes.codes.data + s * codes.codes.stride[0], bytes);
-    out += bytes;
-  }
-  for (std::int64_t s = row; s < row + slots; ++s) {
-    const auto bytes = static_cast<std::size_t>(codes.scales.shape[1]);
-    std::memcpy(out, codes.scales.data + s * codes.scales.stride[0], bytes);
-    out += bytes;
-  }
-  for (std::int64_t s = row; own && s < row + slots; ++s) {
-    const float global =
-        codes.global.empty() ? 1.0f : codes.global.data[s * codes.global.stride[0]];
-    *out++ = static_cast<std::byte>(static_cast<std::int8_t>(exponent_of(global)));
-  }
-}
-
 }  // namespace
 
 struct Capture::Impl {
-  Agreement agreement;
-  TraceSink* sink = nullptr;
-  bool bf16 = false;
+  Impl(const Agreement& agreement, TraceSink* sink, bool bf16, Device device, Stream stream)
+      : agreement(agreement), sink(sink), bf16(bf16), at{device, stream} {
+    if (sink != nullptr && at.on_cuda()) there.emplace(at, agreement.model.num_layers);
+  }
+
+  const Agreement agreement;
+  TraceSink* const sink;
+  const bool bf16;
+  Workplace at;
+  RowWriter writer{agreement, sink};
+  std::optional<DeviceCapture> there{};  // on a CUDA device
 
   // Of the pass that runs.
   const Pass* pass = nullptr;
-  bool all = false;                  // every row is recorded
-  std::vector<std::int64_t> rows{};  // those that are
-  std::vector<TokenKey> keys{};
-  std::vector<std::int64_t> audit_rows{};
-  std::vector<TokenKey> audit_keys{};
-  std::vector<std::byte> buffer{};
+  KeptRows kept{}, audit{};
+  std::vector<std::uint8_t> records{};
 
   bool audited(TokenKey key) const {
     return lockstep::audited(agreement.seed, key, agreement.guide.audit_every);
@@ -64,42 +45,63 @@ struct Capture::Impl {
     if (!agreement.rule(place.site).is_guidable()) return false;
     if (!agreement.contract.layers.has(place.layer)) return false;
     if (place.site == Site::kW2In && !agreement.guide.follows(place)) return false;
-    const Encoding kept = agreement.encoding(place);
-    return kept != Encoding::kCodes && kept != Encoding::kCodes8;
+    const Encoding full = agreement.encoding(place);
+    return full != Encoding::kCodes && full != Encoding::kCodes8;
   }
 
-  std::span<std::byte> room(std::size_t rows_kept, std::int32_t row_bytes) {
-    buffer.resize(rows_kept * static_cast<std::size_t>(row_bytes));
-    return buffer;
-  }
-
+  void want_places();
   void append_kv(std::span<const TokenKey> of, std::span<const std::byte* const> cache_rows,
                  Place place, Encoding encoding);
 };
 
-Capture::Capture(const Agreement& agreement, TraceSink* sink, bool bf16)
-    : impl_(std::make_unique<Impl>(Impl{.agreement = agreement, .sink = sink, .bf16 = bf16})) {}
+Capture::Capture(const Agreement& agreement, TraceSink* sink, bool bf16, Device device,
+                 Stream stream)
+    : impl_(std::make_unique<Impl>(agreement, sink, bf16, device, stream)) {}
 
 Capture::~Capture() = default;
 
 void Capture::begin(const Pass& pass) {
   impl_->pass = &pass;
-  impl_->all = pass.fresh.empty();
-  impl_->rows.clear();
-  impl_->keys.clear();
-  impl_->audit_rows.clear();
-  impl_->audit_keys.clear();
+  impl_->kept.clear();
+  impl_->audit.clear();
   if (impl_->sink == nullptr) return;
-  for (std::int64_t i = 0; i < pass.rows(); ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    if (!impl_->all && pass.fresh[at] == 0) continue;
-    impl_->rows.push_back(i);
-    impl_->keys.push_back(pass.keys[at]);
-    if (!impl_->audited(pass.keys[at])) continue;
-    impl_->audit_rows.push_back(i);
-    impl_->audit_keys.push_back(pass.keys[at]);
+  for (std::int32_t row = 0; row < pass.rows(); ++row) {
+    const auto at = static_cast<std::size_t>(row);
+    if (!pass.fresh.empty() && pass.fresh[at] == 0) continue;
+    impl_->kept.add(row, pass.keys[at]);
+    if (impl_->audited(pass.keys[at])) impl_->audit.add(row, pass.keys[at]);
   }
-  impl_->all = static_cast<std::int64_t>(impl_->rows.size()) == pass.rows();
+  impl_->kept.all = std::ssize(impl_->kept.keys) == pass.rows();
+  if (impl_->there) impl_->want_places();
+}
+
+/// What the pass will leave on the device, place by place.
+void Capture::Impl::want_places() {
+  const ModelConfig& model = agreement.model;
+  there->begin(pass->rows(), kept, audit);
+  for (std::int32_t l = 0; l < model.num_layers && !kept.empty(); ++l) {
+    for (const Site site : {Site::kRouter, Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
+      const Place place = {Layer{l}, site};
+      const Encoding encoding = agreement.encoding(place);
+      const bool is_activation = site == Site::kW13In || site == Site::kW2In;
+      if (bf16 && site != Site::kRouter && site != Site::kW2In) {
+        there->want_numbers(place, agreement.layout(place, Encoding::kBf16).width);
+      }
+      if (site == Site::kRouter && encoding != Encoding::kNone) {
+        there->want_routes(place, model.experts_per_token);
+      }
+      if (is_activation && encoding != Encoding::kNone) {
+        there->want_records(place, agreement.layout(place, encoding));
+      }
+      if (!is_activation || audit.empty() || !audits(place)) continue;
+      const Quantizer& rule = agreement.rule(site);
+      const bool is_w2 = site == Site::kW2In;
+      const std::int64_t cols = is_w2 ? model.expert_width : model.hidden;
+      there->want_audits(place, is_w2 ? model.experts_per_token : 1, rule.code_bytes(cols),
+                         rule.scale_cols(cols));
+    }
+  }
+  there->commit();
 }
 
 RowLayout Capture::layout(Layer layer, Site site) const {
@@ -109,74 +111,63 @@ RowLayout Capture::layout(Layer layer, Site site) const {
   return encoding == Encoding::kNone ? RowLayout{} : impl_->agreement.layout(place, encoding);
 }
 
+TensorView<std::uint8_t, 2> Capture::record_room(const Pass& pass, Layer layer, Site site) {
+  const RowLayout wanted = layout(layer, site);
+  if (wanted.encoding == Encoding::kNone) return {};
+  if (impl_->there) return impl_->there->records({layer, site});
+  impl_->records.resize(static_cast<std::size_t>(pass.rows() * wanted.bytes()));
+  return {impl_->records.data(), {pass.rows(), wanted.bytes()}, {wanted.bytes(), 1}};
+}
+
+TensorView<std::int32_t, 2> Capture::route_room([[maybe_unused]] const Pass& pass, Layer layer) {
+  return impl_->there ? impl_->there->routes({layer, Site::kRouter})
+                      : TensorView<std::int32_t, 2>{};
+}
+
 void Capture::activations(const Pass& pass, Layer layer, Site site,
                           TensorView<const std::uint8_t, 2> records,
                           PackedView<const std::uint8_t> codes) {
   if (impl_->sink == nullptr) return;
   assert(impl_->pass == &pass && "begin() comes before the pass");
   const Place place = {layer, site};
+  if (impl_->there) return impl_->there->take_audits(place, codes);
   const RowLayout kept = layout(layer, site);
-  if (kept.encoding != Encoding::kNone && !impl_->keys.empty()) {
-    const auto width = static_cast<std::size_t>(kept.bytes());
-    const auto* data = reinterpret_cast<const std::byte*>(records.data);
-    if (impl_->all && records.stride[0] == kept.bytes()) {
-      impl_->sink->append(impl_->keys, {place, kept, {data, impl_->keys.size() * width}});
-    } else {
-      const std::span<std::byte> out = impl_->room(impl_->keys.size(), kept.bytes());
-      for (std::size_t i = 0; i < impl_->rows.size(); ++i) {
-        std::memcpy(&out[i * width], data + impl_->rows[i] * records.stride[0], width);
-      }
-      impl_->sink->append(impl_->keys, {place, kept, out});
-    }
+  if (kept.encoding != Encoding::kNone && !impl_->kept.empty()) {
+    impl_->writer.records(impl_->kept, place, kept, records);
   }
-  if (impl_->audit_keys.empty() || !impl_->audits(place)) return;
-  const RowLayout full = impl_->agreement.layout(place, Encoding::kCodes);
-  const std::span<std::byte> out = impl_->room(impl_->audit_keys.size(), full.bytes());
-  const std::int64_t slots = codes.codes.shape[0] / pass.rows();
-  for (std::size_t i = 0; i < impl_->audit_rows.size(); ++i) {
-    pack_row(codes, impl_->audit_rows[i] * slots, slots, full.exponents > 0,
-             &out[i * static_cast<std::size_t>(full.bytes())]);
-  }
-  impl_->sink->append(impl_->audit_keys, {place, full, out});
+  if (impl_->audit.empty() || !impl_->audits(place)) return;
+  impl_->writer.audits(impl_->audit, place, codes, codes.codes.shape[0] / pass.rows());
 }
 
 void Capture::numbers([[maybe_unused]] const Pass& pass, Layer layer, Site site,
                       TensorView<const Bf16, 2> x) {
-  if (impl_->sink == nullptr || !impl_->bf16 || impl_->keys.empty()) return;
+  if (impl_->sink == nullptr || !impl_->bf16 || impl_->kept.empty()) return;
   assert(impl_->pass == &pass && "begin() comes before the pass");
-  const Place place = {layer, site};
-  const RowLayout kept = impl_->agreement.layout(place, Encoding::kBf16);
-  const auto width = static_cast<std::size_t>(kept.bytes());
-  const std::span<std::byte> out = impl_->room(impl_->keys.size(), kept.bytes());
-  for (std::size_t i = 0; i < impl_->rows.size(); ++i) {
-    std::memcpy(&out[i * width], x.data + impl_->rows[i] * x.stride[0], width);
-  }
-  impl_->sink->append(impl_->keys, {place, kept, out});
+  if (impl_->there) return impl_->there->take_numbers({layer, site}, x);
+  impl_->writer.numbers(impl_->kept, {layer, site}, x);
 }
 
 void Capture::routes([[maybe_unused]] const Pass& pass, Layer layer,
                      TensorView<const std::int32_t, 2> experts) {
-  const RowLayout kept = layout(layer, Site::kRouter);
-  if (kept.encoding == Encoding::kNone || impl_->keys.empty()) return;
+  if (layout(layer, Site::kRouter).encoding == Encoding::kNone || impl_->kept.empty()) return;
   assert(impl_->pass == &pass && "begin() comes before the pass");
-  const std::int32_t count = impl_->agreement.model.num_experts;
-  const bool wide = kept.encoding == Encoding::kExperts16;
-  const std::span<std::byte> out = impl_->room(impl_->keys.size(), kept.bytes());
-  std::byte* next = out.data();
-  for (std::size_t i = 0; i < impl_->rows.size(); ++i) {
-    const std::int32_t* chosen = experts.data + impl_->rows[i] * experts.stride[0];
-    for (std::int32_t k = 0; k < kept.width; ++k) {
-      const std::int32_t expert = chosen[k];
-      if (expert < 0 || expert >= count || std::find(chosen, chosen + k, expert) != chosen + k) {
-        throw Error(cat({"layer ", layer.value, ", position ", impl_->keys[i].position,
-                         ": the router's choice ", k, " is expert ", expert,
-                         ", which repeats or is none of ", count}));
-      }
-      *next++ = static_cast<std::byte>(expert & 0xff);
-      if (wide) *next++ = static_cast<std::byte>(expert >> 8);
-    }
-  }
-  impl_->sink->append(impl_->keys, {{layer, Site::kRouter}, kept, out});
+  if (!impl_->there) impl_->writer.routes(impl_->kept, {layer, Site::kRouter}, experts);
+}
+
+void Capture::send() {
+  if (impl_->there) impl_->there->send();
+}
+
+void Capture::flush() {
+  if (impl_->there) impl_->there->flush(impl_->writer);
+}
+
+void Capture::drop() {
+  if (impl_->there) impl_->there->drop();
+}
+
+std::pair<std::size_t, std::size_t> Capture::kept() const {
+  return {impl_->kept.keys.size(), impl_->audit.keys.size()};
 }
 
 void Capture::Impl::append_kv(std::span<const TokenKey> of,
@@ -185,7 +176,7 @@ void Capture::Impl::append_kv(std::span<const TokenKey> of,
   const RowLayout layout = agreement.layout(place, encoding);
   const bool wide = agreement.rule(place.site).is_wide();
   const auto width = static_cast<std::size_t>(layout.bytes());
-  const std::span<std::byte> out = room(of.size(), layout.bytes());
+  const std::span<std::byte> out = writer.room(of.size(), layout.bytes());
   parallel_for(
       static_cast<std::int64_t>(of.size()), kGrain, [&](std::int64_t first, std::int64_t end) {
         for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
@@ -197,6 +188,7 @@ void Capture::Impl::append_kv(std::span<const TokenKey> of,
 
 void Capture::close(std::span<const Held> spans, std::span<const LayerKv> cache) {
   if (impl_->sink == nullptr) return;
+  flush();
   std::vector<TokenKey> keys, audit_keys;
   std::vector<const std::byte*> pages, audit_pages;  // of each key
   for (const Held& held : spans) {

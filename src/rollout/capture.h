@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "device/view.h"
@@ -17,10 +18,16 @@ struct LayerKv;
 
 /// Takes what a pass reveals to the TraceSink: routes and activation records while it runs. K and V
 /// are read from the pages when a sequence is released.
+///
+/// On a CUDA device the rows of a pass stay there until send(), are copied beside the next pass,
+/// and come to the sink with flush(): the engine calls it once that pass has been given to the
+/// device.
 class Capture {
  public:
-  /// A null sink captures nothing. `bf16`: numbers() are wanted.
-  Capture(const Agreement& agreement, TraceSink* sink, bool bf16 = false);
+  /// A null sink captures nothing. `bf16`: numbers() are wanted. Passes run on `device` in the
+  /// order of `stream`.
+  Capture(const Agreement& agreement, TraceSink* sink, bool bf16 = false, Device device = {},
+          Stream stream = {});
   ~Capture();
 
   /// Before each pass: which rows are recorded and which of them are audited.
@@ -28,6 +35,11 @@ class Capture {
 
   /// The layout in which quantize() is to write the records of a site; kNone: none are wanted.
   RowLayout layout(Layer layer, Site site) const;
+
+  /// Where they are written, [n, layout.bytes()]; empty where none are wanted.
+  TensorView<std::uint8_t, 2> record_room(const Pass& pass, Layer layer, Site site);
+  /// Where the router's choice [n, K] is wanted; empty: wherever it likes.
+  TensorView<std::int32_t, 2> route_room(const Pass& pass, Layer layer);
 
   /// `records` [n, layout.bytes()], one row a token of the pass; `codes` are what they were taken
   /// from, [n, ...] for w13_in, [n * K, ...] for w2_in (a token's slots in a row), for the audit
@@ -43,6 +55,15 @@ class Capture {
   /// `experts` [n, K], in the order of the router's choice. Throws where they are not K different
   /// ones: what a router never chose must not be replayed.
   void routes(const Pass& pass, Layer layer, TensorView<const std::int32_t, 2> experts);
+
+  /// The pass has been given: its rows go to the host once it is done. On a CPU they are there.
+  void send();
+  /// Hands what was sent to the sink, waiting for it.
+  void flush();
+  /// Forgets the rows of the pass that begin() began: it failed.
+  void drop();
+  /// What a graph of a pass depends on beside the pass: how many rows are kept and audited.
+  std::pair<std::size_t, std::size_t> kept() const;
 
   /// Rows of a span in the cache: `pages` [..] by position, where each page's bytes lie now, on the
   /// device or swapped out.

@@ -6,14 +6,14 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/parallel.h"
 #include "base/text.h"
 #include "base/timer.h"
+#include "device/stream.h"
 #include "rollout/capture.h"
+#include "rollout/draws.h"
 #include "rollout/forward.h"
 #include "rollout/kv_cache.h"
 #include "rollout/request.h"
-#include "rollout/sampler.h"
 #include "rollout/scheduler.h"
 
 namespace lockstep::rollout {
@@ -21,31 +21,13 @@ namespace {
 
 const Agreement& checked(const Agreement& agreement, const Options& options, Device device,
                          const TraceSink* trace) {
-  if (device.kind != Device::Kind::kCpu) throw Error("the rollout engine runs on the CPU only");
+  if (const std::string why = why_unusable(device); !why.empty()) {
+    throw Error(cat({"device = \"cuda\": ", why}));
+  }
   check_options(options);
   if (trace != nullptr) check_guide(agreement);
   return agreement;
 }
-
-/// A row of logits and who waits for it.
-struct Wanted {
-  Sequence* sequence = nullptr;
-  std::int32_t position = 0;
-  std::size_t first_choice = 0;  // of one a fork, else of one
-  std::size_t first_top = 0;     // of as many top tokens as its sampling asks for
-
-  std::size_t top() const {
-    if (sequence->kind == Sequence::Kind::kScored) return 0;
-    return static_cast<std::size_t>(sequence->trajectory.sampling.top_logprobs);
-  }
-};
-
-/// What rows of logits lead to.
-struct Drawn {
-  std::vector<Choice> choices{};
-  std::vector<Token> top_tokens{};
-  std::vector<float> top_logp{};
-};
 
 /// Of one row.
 struct Top {
@@ -86,9 +68,12 @@ struct Engine::Impl {
         options(o),
         trace(sink),
         rank(comm.rank()),
-        forward(agreement, options, device),
-        cache(agreement, options),
-        capture(agreement, sink, options.record_bf16),
+        stream(device),
+        at{device, stream},
+        forward(agreement, options, device, stream),
+        cache(agreement, options, device, stream),
+        capture(agreement, sink, options.record_bf16, device, stream),
+        draws(at),
         scheduler(agreement, options, cache, sink, [this](Sequence& s) { begin(s); }),
         weights(*this) {}
 
@@ -98,7 +83,7 @@ struct Engine::Impl {
   void run(const std::vector<Chunk>& chunks);
   Pass build(const std::vector<Chunk>& chunks, std::vector<Wanted>& wanted);
   void open_spans(const std::vector<Chunk>& chunks);
-  Drawn draw(const std::vector<Wanted>& wanted, TensorView<const float, 2> logits);
+  Drawn compute(const Pass& pass, const std::vector<Wanted>& wanted);
   void take(const Wanted& wanted, const Drawn& drawn, std::vector<Capture::Held>& held);
   void add_token(Sequence& s, Choice choice, Top top, std::vector<Capture::Held>& held);
   void close_span(Sequence& s, std::vector<Capture::Held>& held);
@@ -114,9 +99,12 @@ struct Engine::Impl {
   const Options options;
   TraceSink* const trace;
   const int rank;
+  const OwnedStream stream;  // goes last: all memory was asked for on it
+  Workplace at;
   Forward forward;
   KvCache cache;
   Capture capture;
+  Draws draws;
   Scheduler scheduler;
   Weights weights;
   WeightVersion version{};
@@ -244,37 +232,15 @@ Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& 
   return pass;
 }
 
-Drawn Engine::Impl::draw(const std::vector<Wanted>& wanted, TensorView<const float, 2> logits) {
-  if (wanted.empty()) return {};
-  const auto forks = static_cast<std::size_t>(std::max(wanted.back().sequence->forks, 1));
-  const std::size_t top = wanted.back().first_top + wanted.back().top();
-  Drawn drawn = {.choices = std::vector<Choice>(wanted.back().first_choice + forks),
-                 .top_tokens = std::vector<Token>(top),
-                 .top_logp = std::vector<float>(top)};
-  std::vector<Choice>& choices = drawn.choices;
-  parallel_for(
-      static_cast<std::int64_t>(wanted.size()), 1, [&](std::int64_t first, std::int64_t end) {
-        for (std::int64_t row = first; row < end; ++row) {
-          const Wanted& w = wanted[static_cast<std::size_t>(row)];
-          const Sequence& s = *w.sequence;
-          const Trajectory& t = s.trajectory;
-          const std::span<const float> of(logits.data + row * logits.stride[0],
-                                          static_cast<std::size_t>(logits.shape[1]));
-          const Distribution distribution(of, t.sampling.temperature);
-          if (s.kind == Sequence::Kind::kScored) {
-            const Token next = t.tokens[static_cast<std::size_t>(w.position) + 1];
-            choices[w.first_choice] = {next, distribution.logp(next)};
-            continue;
-          }
-          distribution.top(std::span(drawn.top_tokens).subspan(w.first_top, w.top()),
-                           std::span(drawn.top_logp).subspan(w.first_top, w.top()));
-          for (std::int32_t i = 0; i < std::max(s.forks, 1); ++i) {
-            choices[w.first_choice + static_cast<std::size_t>(i)] =
-                distribution.sample(t.sampling, {s.seed, t.prompt, t.sample + i, w.position + 1});
-          }
-        }
-      });
-  return drawn;
+/// Gives the pass and the draws from it to the device, hands on what the pass before left while
+/// they run, and waits.
+Drawn Engine::Impl::compute(const Pass& pass, const std::vector<Wanted>& wanted) {
+  const TensorView<const float, 2> logits = forward.run(pass, cache.layers(), capture);
+  draws.launch(wanted, logits);
+  capture.flush();
+  capture.send();
+  forward.finish();
+  return draws.take(wanted, logits);
 }
 
 void Engine::Impl::run(const std::vector<Chunk>& chunks) {
@@ -282,10 +248,11 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
   const Pass pass = build(chunks, wanted);
   open_spans(chunks);
   capture.begin(pass);
-  TensorView<const float, 2> logits;
+  Drawn drawn;
   try {
-    logits = forward.run(pass, cache.layers(), capture);
+    drawn = compute(pass, wanted);
   } catch (...) {
+    capture.drop();
     for (const Chunk& chunk : chunks) {
       const Sequence& s = *chunk.sequence;
       if (trace != nullptr && s.opened) trace->truncate(s.span->id, s.fed);
@@ -299,7 +266,6 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
     chunk.sequence->fed += chunk.count;
     if (!chunk.sequence->decodes()) counts.prompt_tokens += chunk.count;
   }
-  const Drawn drawn = draw(wanted, logits);
   std::vector<Capture::Held> held;
   for (const Wanted& w : wanted) take(w, drawn, held);
   for (const Chunk& chunk : chunks) {
@@ -427,6 +393,7 @@ std::vector<std::uint32_t> Engine::Impl::Weights::commit() {
 /// Nothing computed with older weights is handed on: samples that run keep their own past, whose
 /// records say what it was, and go on in new spans; prompts that are being read begin again.
 void Engine::Impl::new_weights(WeightVersion now) {
+  capture.flush();
   version = now;
   cache.forget();
   std::vector<Capture::Held> held;
@@ -488,6 +455,7 @@ void Engine::Impl::give_up(Sequence& prompt) {
 }
 
 std::vector<Trajectory> Engine::abort() {
+  impl_->capture.flush();
   std::vector<Capture::Held> held;
   while (!impl_->scheduler.active().empty()) {
     Sequence& s = *impl_->scheduler.active().begin()->second;

@@ -72,7 +72,8 @@ struct Request {
 /// One thread calls; work goes on inside. Results do not depend on what else is in the batch.
 class Engine {
  public:
-  /// `trace` may be null: an evaluation leaves no records.
+  /// `trace` may be null: an evaluation leaves no records. Throws Error naming what of agreement and
+  /// options the device has no kernel for, or why there is no such device.
   Engine(const Agreement& agreement, const Options& options, Device device, TraceSink* trace,
          Comm& comm);
   ~Engine();

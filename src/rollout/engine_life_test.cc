@@ -21,7 +21,11 @@ using testing::Rig;
 using testing::small_agreement;
 using testing::small_bf16;
 
-TEST(Engine, R76_AWeightUpdateSendsRunningSamplesIntoNewSpans) {
+using EngineLifeOn = fixture::OnDevice;
+
+INSTANTIATE_TEST_SUITE_P(Devices, EngineLifeOn, ::testing::ValuesIn(devices()), name_of_device);
+
+TEST_P(EngineLifeOn, R76_AWeightUpdateSendsRunningSamplesIntoNewSpans) {
   for (const std::int64_t cache_tokens : {10000, 90}) {  // the second with parked samples
     Options options;
     options.page_tokens = 8;
@@ -67,7 +71,7 @@ TEST(Engine, R76_AWeightUpdateSendsRunningSamplesIntoNewSpans) {
   }
 }
 
-TEST(Engine, R64_NewRequestsSeeNothingOfOlderWeights) {
+TEST_P(EngineLifeOn, R64_NewRequestsSeeNothingOfOlderWeights) {
   for (const bool records : {true, false}) {
     Options options;
     options.tokens_per_pass = 10;
@@ -93,7 +97,7 @@ TEST(Engine, R64_NewRequestsSeeNothingOfOlderWeights) {
   }
 }
 
-TEST(Engine, EvaluationsShareThePrefixesOfEarlierPrompts) {
+TEST_P(EngineLifeOn, EvaluationsShareThePrefixesOfEarlierPrompts) {
   Options without;
   without.reuse_prefixes = false;
   Rig reference(small_agreement(), without, false), rig(small_agreement(), {}, false);
@@ -110,7 +114,7 @@ TEST(Engine, EvaluationsShareThePrefixesOfEarlierPrompts) {
   for (std::size_t i = 0; i < a.size(); ++i) expect_same(a[i], b[i]);
 }
 
-TEST(Engine, R74_ANextTurnFillsTheBoundaryRow) {
+TEST_P(EngineLifeOn, R74_ANextTurnFillsTheBoundaryRow) {
   std::vector<Trajectory> results;
   for (const bool reuse : {true, false}) {
     Options options;
@@ -143,7 +147,7 @@ TEST(Engine, R74_ANextTurnFillsTheBoundaryRow) {
 
 // R87: text that was decoded and encoded again may come back as other tokens; then the records of
 // the earlier turns are of another text, and the sample does not go on.
-TEST(Engine, R87_APathIsTakenUpBehindItsOwnTokensAlone) {
+TEST_P(EngineLifeOn, R87_APathIsTakenUpBehindItsOwnTokensAlone) {
   Rig rig(small_agreement());
   const Trajectory first = generate(rig.engine, {request(4, 37, 2)})[1];
   ASSERT_EQ(first.path.size(), 2u);
@@ -161,7 +165,7 @@ TEST(Engine, R87_APathIsTakenUpBehindItsOwnTokensAlone) {
   rig.engine.abort();
 }
 
-TEST(Engine, AnAbortedSampleGoesOnAsIfNothingHadHappened) {
+TEST_P(EngineLifeOn, AnAbortedSampleGoesOnAsIfNothingHadHappened) {
   Agreement agreement = small_agreement();
   agreement.guide.audit_every = 0;
   Rig reference(agreement), rig(agreement);
@@ -188,7 +192,7 @@ TEST(Engine, AnAbortedSampleGoesOnAsIfNothingHadHappened) {
   EXPECT_EQ(aborted.back().tokens.size(), 10u);
 }
 
-TEST(Engine, ATrajectoryOfOlderWeightsIsReadAnewAndMasked) {
+TEST_P(EngineLifeOn, ATrajectoryOfOlderWeightsIsReadAnewAndMasked) {
   Rig rig(small_agreement());
   const Trajectory old = generate(rig.engine, {request(4, 37, 1, 6)})[0];
   rig.update(2);
@@ -205,7 +209,7 @@ TEST(Engine, ATrajectoryOfOlderWeightsIsReadAnewAndMasked) {
             static_cast<double>(old.tokens.size() - 37));
 }
 
-TEST(Engine, AFullStoreHoldsBackAdmissionAndLosesNothing) {
+TEST_P(EngineLifeOn, AFullStoreHoldsBackAdmissionAndLosesNothing) {
   Rig rig(small_agreement());
   const std::vector<Trajectory> first = generate(rig.engine, {request(4, 10, 2, 8)});
   rig.trace.budget = rig.trace.bytes();
@@ -217,7 +221,7 @@ TEST(Engine, AFullStoreHoldsBackAdmissionAndLosesNothing) {
   EXPECT_EQ(generate(rig.engine, {request(5, 10, 2, 8)}).size(), 2u);
 }
 
-TEST(Engine, AdmissionNeverPromisesMoreThanTheStoreHas) {
+TEST_P(EngineLifeOn, AdmissionNeverPromisesMoreThanTheStoreHas) {
   Agreement agreement = small_agreement();
   Rig rig(agreement);
   rig.trace.budget = 5 * 20 * agreement.bytes_per_token();
@@ -291,7 +295,7 @@ TEST(Engine, R29_AStaticScaleThatIsMissingIsRefusedWhereItIsReadAndIgnoredWhereN
   EXPECT_EQ(made(a), "");
 }
 
-TEST(Engine, NonFiniteNumbersStopItBeforeItSamples) {
+TEST_P(EngineLifeOn, NonFiniteNumbersStopItBeforeItSamples) {
   Rig rig(small_agreement());
   rig.engine.submit(request(4, 10, 2));
   rig.engine.step();

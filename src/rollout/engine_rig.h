@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "rollout/door.h"
 #include "rollout/engine.h"
 #include "rollout/testing.h"
 
@@ -20,7 +21,7 @@ struct Rig {
   explicit Rig(const Agreement& a, Options options = {}, bool records = true)
       : agreement(a),
         comm(Comm::single()),
-        engine(a, options, Device{}, records ? &trace : nullptr, *comm) {
+        engine(a, options, fixture::device_under_test(), records ? &trace : nullptr, *comm) {
     update(1);
   }
   void update(std::int64_t version) {
@@ -35,12 +36,24 @@ struct Rig {
   Engine engine;
 };
 
+/// Whether the device under test has what that takes.
+inline bool runs_here(const Agreement& a, const Options& options = {}) {
+  try {
+    require_runs(a, options, fixture::device_under_test());
+  } catch (const Error&) {
+    return false;
+  }
+  return true;
+}
+
 inline Request request(std::int64_t prompt, std::int32_t tokens, std::int32_t samples,
                        std::int32_t more = 24) {
   Request r;
   r.prefix.prompt = PromptId{prompt};
   r.prefix.tokens = random_tokens(tokens, static_cast<std::uint64_t>(prompt));
-  r.prefix.sampling = {.temperature = 0.8f, .max_new_tokens = more, .top_logprobs = 5};
+  // Some leave their likeliest tokens, the others none.
+  r.prefix.sampling = {
+      .temperature = 0.8f, .max_new_tokens = more, .top_logprobs = prompt % 2 == 0 ? 0 : 5};
   r.num_samples = samples;
   r.seed = 11;
   return r;
@@ -55,7 +68,7 @@ inline std::vector<Request> batch() {
 inline void expect_same(const Trajectory& a, const Trajectory& b) {
   EXPECT_EQ(a.tokens, b.tokens);
   EXPECT_EQ(a.response_mask, b.response_mask);
-  EXPECT_EQ(a.rollout_logp, b.rollout_logp);  // bit for bit: no tolerance
+  EXPECT_EQ(a.rollout_logp, b.rollout_logp);             // bit for bit: no tolerance
   if (!a.top_tokens.empty() && !b.top_tokens.empty()) {  // what is scored has none
     EXPECT_EQ(a.top_tokens, b.top_tokens);
     EXPECT_EQ(a.top_logp, b.top_logp);
@@ -99,7 +112,8 @@ inline void expect_complete(const Rig& rig, const Trajectory& t) {
           EXPECT_TRUE(records.contains({key.position, place, kept})) << key.position;
         }
         const bool full = site != Site::kRouter && a.rule(site).quantizes() &&
-                          audited(a.seed, key, a.guide.audit_every) && kept != Encoding::kCodes && kept != Encoding::kCodes8 &&
+                          audited(a.seed, key, a.guide.audit_every) && kept != Encoding::kCodes &&
+                          kept != Encoding::kCodes8 &&
                           (site != Site::kW2In || a.guide.follows(place));
         if (full) {
           ++expected;

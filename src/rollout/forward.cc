@@ -8,22 +8,17 @@
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/rope.h"
-#include "numerics/bf16.h"
 #include "rollout/capture.h"
+#include "rollout/door.h"
 #include "rollout/forward_experts.h"
+#include "rollout/pass_checks.h"
+#include "rollout/pass_view.h"
 #include "rollout/weights.h"
 
 namespace lockstep::rollout {
 namespace {
 
 constexpr std::uint32_t kAfterAttention = 0, kAfterExperts = 1;  // where drift.noise is added
-
-[[noreturn]] void stop(const Pass& pass, std::int32_t layer, const Nonfinite& found) {
-  const auto row = static_cast<std::size_t>(found.row);
-  throw Error(cat({"layer ", layer, ": ", found.what, " is not finite at token ", pass.tokens[row],
-                   ", position ", pass.positions[row], ", span ", pass.keys[row].span.value,
-                   "; nothing was sampled from it: look at the weights of the last update"}));
-}
 
 void require_pass(const Pass& pass, const ModelConfig& model, std::size_t layers) {
   const std::size_t rows = pass.tokens.size();
@@ -48,37 +43,41 @@ void require_pass(const Pass& pass, const ModelConfig& model, std::size_t layers
 }  // namespace
 
 struct Forward::Impl {
-  Impl(const Agreement& agreement, const Options& options)
+  Impl(const Agreement& agreement, const Options& options, Device device, Stream stream)
       : agreement(agreement),
         options(options),
-        weights(agreement),
-        experts(agreement, options),
-        rope(agreement.model.rope_theta, agreement.model.head_dim) {
-    if (agreement.contract.kv_point != KvPoint::kAfterRope) {
-      throw Error("contract.kv_point is before_rope; this engine quantizes K after_rope alone");
-    }
-  }
+        at{device, stream},
+        weights(agreement, device, stream),
+        experts(agreement, options, at),
+        checks(agreement.model.num_layers, at),
+        upload(at, agreement.model.num_heads / agreement.model.num_kv_heads),
+        rope(agreement.model.rope_theta, agreement.model.head_dim, device) {}
 
   TensorView<const float, 2> run(const Pass& pass, std::span<const LayerKv> cache,
                                  Capture& capture);
-  void embed(const Pass& pass);
+  void grow_rope(const Pass& pass);
   void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache, Capture& capture);
   void feed(const Pass& pass, std::int32_t layer, Capture& capture);
-  void add(const Pass& pass, std::int32_t layer, std::uint32_t site, TensorView<Bf16, 2> x);
-  TensorView<const float, 2> logits_of(const Pass& pass);
+  void add(std::int32_t layer, Check check, TensorView<Bf16, 2> x);
+  std::span<std::byte> attention_room();
+  TensorView<const float, 2> logits_of();
 
   Agreement agreement;
   Options options;
+  Workplace at;
   Weights weights;
   ForwardExperts experts;
+  PassChecks checks;
+  PassUpload upload;
   kernels::RopeTable rope;
 
   // Of the pass that runs; memory is kept from pass to pass.
+  PassView view;
   std::int64_t rows = 0;
-  std::vector<std::uint64_t> streams;
-  Rows2d<Bf16> h_, x_, qkv_, attended_, o_, wanted_;
-  Rows2d<float> logits_;
-  std::vector<std::int64_t> kv_counts = std::vector<std::int64_t>(kernels::kNumQuantizeCounts);
+  Rows2d<Bf16> h_{at}, x_{at}, qkv_{at}, attended_{at}, o_{at}, wanted_{at};
+  Rows2d<float> logits_{at};
+  Rows2d<std::byte> workspace_{at};
+  DeviceCounts kv_counts{kernels::kNumQuantizeCounts, at};
 
   TensorView<Bf16, 2> h() { return h_.view(rows, agreement.model.hidden); }
   TensorView<Bf16, 2> x() { return x_.view(rows, agreement.model.hidden); }
@@ -91,26 +90,36 @@ TensorView<const float, 2> Forward::Impl::run(const Pass& pass, std::span<const 
   require_pass(pass, agreement.model, cache.size());
   rows = pass.rows();
   if (rows == 0) return logits_.view(0, agreement.model.vocabulary);
-  const std::int32_t last = *std::max_element(pass.positions.begin(), pass.positions.end());
-  rope.grow((last / 256 + 1) * 256);
-  streams.resize(static_cast<std::size_t>(rows));
-  std::transform(pass.keys.begin(), pass.keys.end(), streams.begin(),
-                 [](const TokenKey& key) { return key.span.value; });
-  embed(pass);
+  grow_rope(pass);
+  view = upload.view(pass, cache[0].k.page_tokens);
+  checks.begin(pass);
+  kernels::gather_rows(weights.embedding(), view.tokens, h(), at.stream);
   for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
     attend(pass, layer, cache[static_cast<std::size_t>(layer)], capture);
     feed(pass, layer, capture);
   }
-  return logits_of(pass);
+  return logits_of();
 }
 
-void Forward::Impl::embed(const Pass& pass) {
-  const std::int64_t d = agreement.model.hidden;
-  const auto to = h();
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const Bf16* from = weights.embedding().data + pass.tokens[static_cast<std::size_t>(row)] * d;
-    std::copy_n(from, d, to.data + row * d);
-  }
+/// On a CUDA device in large steps, since what runs there has to end first.
+void Forward::Impl::grow_rope(const Pass& pass) {
+  const std::int32_t last = *std::max_element(pass.positions.begin(), pass.positions.end());
+  if (last < rope.positions()) return;
+  const std::int32_t step = at.on_cuda() ? 8192 : 256;
+  synchronize(at.device, at.stream);
+  rope.grow((last / step + 1) * step);
+  ++at.moves;
+}
+
+/// On a CUDA device: for decoding, where the splits of the keys are read side by side.
+std::span<std::byte> Forward::Impl::attention_room() {
+  constexpr std::int64_t kMostBytes = 1 << 30;
+  if (!at.on_cuda() || !view.where.tiles.empty()) return {};
+  const ModelConfig& model = agreement.model;
+  const std::int64_t bytes =
+      kernels::attention_workspace(rows, model.num_heads, model.head_dim, view.where.longest);
+  if (bytes > kMostBytes) return {};
+  return {workspace_.view(1, bytes).data, static_cast<std::size_t>(bytes)};
 }
 
 void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& cache,
@@ -120,100 +129,98 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   const std::int64_t q_width = model.q_width();
   const std::int64_t kv_width = model.kv_width();
   const bool split_k = options.drift.split_k;
-  kernels::rms_norm({.x = h(), .weight = w.attention_norm, .eps = model.rms_eps, .y = x()}, {});
+  kernels::rms_norm({.x = h(), .weight = w.attention_norm, .eps = model.rms_eps, .y = x()},
+                    at.stream);
   const auto qkv = qkv_.view(rows, q_width + 2 * kv_width);
-  kernels::linear_bf16({.x = x(), .weight = w.qkv, .y_bf16 = qkv, .split_k = split_k}, {});
+  kernels::linear_bf16({.x = x(), .weight = w.qkv, .y_bf16 = qkv, .split_k = split_k}, at.stream);
   const auto part = [&](std::int64_t first, std::int64_t width) {
-    return TensorView<Bf16, 2>{qkv.data + first, {rows, width}, qkv.stride};
+    return TensorView<Bf16, 2>{qkv.data + first, {rows, width}, qkv.stride, at.device};
   };
   const auto q = part(0, q_width);
   const auto k = part(q_width, kv_width);
   const auto v = part(q_width + kv_width, kv_width);
   kernels::RopeArgs turn{.x = q,
                          .head_dim = model.head_dim,
-                         .positions = pass.positions,
+                         .positions = view.positions,
                          .table = &rope,
                          .norm = w.q_norm,
                          .eps = model.rms_eps};
-  kernels::rope(turn, {});
+  kernels::rope(turn, at.stream);
   turn.x = k;
   turn.norm = w.k_norm;
-  kernels::rope(turn, {});
-  if (const auto row = kernels::first_nonfinite(qkv); row >= 0)
-    stop(pass, layer, {row, "q, k or v"});
+  kernels::rope(turn, at.stream);
+  std::int32_t* const bad = checks.cell(layer, Check::kQkv);
+  kernels::first_nonfinite(qkv, bad, at.stream);
+  checks.look(bad);
 
   capture.numbers(pass, {layer}, Site::kK, k);
   capture.numbers(pass, {layer}, Site::kV, v);
 
-  const kernels::PagedRows where = {pass.positions, pass.sequence, pass.pages};
-  const TensorView<std::int64_t, 1> counts = {kv_counts.data(), {kernels::kNumQuantizeCounts}, {1}};
-  kernels::write_kv({.x = k, .kv = cache.k, .rows = where, .counts = counts}, {});
-  kernels::write_kv({.x = v, .kv = cache.v, .rows = where, .counts = counts}, {});
+  kernels::write_kv({.x = k, .kv = cache.k, .rows = view.where, .counts = kv_counts.view()},
+                    at.stream);
+  kernels::write_kv({.x = v, .kv = cache.v, .rows = view.where, .counts = kv_counts.view()},
+                    at.stream);
   const auto attended = attended_.view(rows, q_width);
   kernels::attention({.q = q,
                       .k = cache.k,
                       .v = cache.v,
-                      .rows = where,
+                      .rows = view.where,
                       .num_heads = model.num_heads,
                       .num_kv_heads = model.num_kv_heads,
                       .head_dim = model.head_dim,
-                      .out = attended},
-                     {});
-  kernels::linear_bf16({.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k}, {});
-  add(pass, layer, kAfterAttention, o());
+                      .out = attended,
+                      .workspace = attention_room()},
+                     at.stream);
+  kernels::linear_bf16({.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k},
+                       at.stream);
+  add(layer, Check::kAttention, o());
 }
 
 void Forward::Impl::feed(const Pass& pass, std::int32_t layer, Capture& capture) {
   const LayerWeights& w = weights.layer(layer);
-  kernels::rms_norm({.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()}, {});
+  kernels::rms_norm({.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()},
+                    at.stream);
   capture.numbers(pass, {layer}, Site::kW13In, x());
-  const Nonfinite found = experts.run(pass, {layer}, w, x(), capture, o());
-  if (found.row >= 0) stop(pass, layer, found);
-  add(pass, layer, kAfterExperts, o());
+  experts.run(pass, {layer}, w, x(), capture, checks, o());
+  add(layer, Check::kExperts, o());
 }
 
 /// h += x, drifted where the options say so.
-void Forward::Impl::add(const Pass& pass, std::int32_t layer, std::uint32_t site,
-                        TensorView<Bf16, 2> x) {
+void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> x) {
   if (options.drift.noise != 0.0f) {
     kernels::drift_noise({.x = x,
                           .sigma = options.drift.noise,
                           .seed = agreement.seed,
-                          .streams = streams,
-                          .positions = pass.positions,
-                          .site = static_cast<std::uint32_t>(layer) * 2 + site},
-                         {});
+                          .streams = view.streams,
+                          .positions = view.positions,
+                          .site = static_cast<std::uint32_t>(layer) * 2 +
+                                  (check == Check::kAttention ? kAfterAttention : kAfterExperts)},
+                         at.stream);
   }
-  const auto row = kernels::residual_add(x, h());
-  const char* what = site == kAfterAttention ? "the attention's output" : "the experts' output";
-  if (row >= 0) stop(pass, layer, {row, what});
+  kernels::residual_add(x, h(), checks.cell(layer, check), at.stream);
+  checks.look(checks.cell(layer, check));
 }
 
-TensorView<const float, 2> Forward::Impl::logits_of(const Pass& pass) {
+TensorView<const float, 2> Forward::Impl::logits_of() {
   const ModelConfig& model = agreement.model;
-  const auto count = static_cast<std::int64_t>(pass.wanted.size());
+  const auto count = std::ssize(view.wanted);
   const auto last = wanted_.view(count, model.hidden);
   const auto logits = logits_.view(count, model.vocabulary);
-  kernels::gather_rows(h(), pass.wanted, last);
+  if (count == 0) return logits;
+  kernels::gather_rows(h(), view.wanted, last, at.stream);
   kernels::rms_norm({.x = last, .weight = weights.final_norm(), .eps = model.rms_eps, .y = last},
-                    {});
+                    at.stream);
   kernels::linear_bf16(
-      {.x = last, .weight = weights.head(), .y = logits, .split_k = options.drift.split_k}, {});
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float* row = logits.data + i * model.vocabulary;
-    const bool finite =
-        std::all_of(row, row + model.vocabulary, [](float x) { return is_finite(x); });
-    if (!finite)
-      stop(pass, model.num_layers, {pass.wanted[static_cast<std::size_t>(i)], "a logit"});
-  }
+      {.x = last, .weight = weights.head(), .y = logits, .split_k = options.drift.split_k},
+      at.stream);
+  kernels::first_nonfinite(logits, checks.logits(), at.stream);
+  checks.look(checks.logits());
   return logits;
 }
 
-Forward::Forward(const Agreement& agreement, const Options& options, Device device) {
-  if (device != Device{}) {
-    throw Error("forward: this build runs on the CPU; choose device cpu");
-  }
-  impl_ = std::make_unique<Impl>(agreement, options);
+Forward::Forward(const Agreement& agreement, const Options& options, Device device, Stream stream) {
+  require_runs(agreement, options, device);
+  impl_ = std::make_unique<Impl>(agreement, options, device, stream);
 }
 
 Forward::~Forward() = default;
@@ -223,15 +230,22 @@ TensorView<const float, 2> Forward::run(const Pass& pass, std::span<const LayerK
   return impl_->run(pass, cache, capture);
 }
 
+void Forward::finish() {
+  impl_->checks.fetch();
+  synchronize(impl_->at.device, impl_->at.stream);
+  impl_->checks.settle();
+}
+
 WeightSink& Forward::weights() { return impl_->weights; }
 
 void Forward::observe(std::function<void(const ExpertInputs&)> observer) {
+  if (impl_->at.on_cuda()) throw Error("forward: inputs are observed on the CPU; use device cpu");
   impl_->experts.observe(std::move(observer));
 }
 
 Metrics Forward::metrics() {
-  const auto& kv = impl_->kv_counts;
-  const auto& activations = impl_->experts.counts();
+  const std::vector<std::int64_t> kv = impl_->kv_counts.take();
+  const std::vector<std::int64_t> activations = impl_->experts.take_counts();
   const auto both = [&](int count) {
     const auto i = static_cast<std::size_t>(count);
     return static_cast<double>(kv[i] + activations[i]);
@@ -252,8 +266,6 @@ Metrics Forward::metrics() {
     metrics.merge(kernels::metrics(lost, "fp4/mx/act"));
     lost = {};
   }
-  std::fill(impl_->kv_counts.begin(), impl_->kv_counts.end(), 0);
-  std::fill(impl_->experts.counts().begin(), impl_->experts.counts().end(), 0);
   return metrics;
 }
 

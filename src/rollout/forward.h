@@ -26,26 +26,33 @@ struct LayerKv {
 /// The model as the rollout computes it: inference layers over packed weights.
 class Forward {
  public:
-  Forward(const Agreement& agreement, const Options& options, Device device);
+  /// On a CUDA device all work is given to `stream`. Throws Error naming what of agreement and
+  /// options the device has no kernel for.
+  Forward(const Agreement& agreement, const Options& options, Device device, Stream stream = {});
   ~Forward();
 
   /// Writes K and V of the pass's rows into the cache, then attends; returns FP32 logits
-  /// [pass.wanted, V], valid until the next call. Throws Error with layer and token where a
-  /// non-finite number appears. `cache` has one entry a layer.
+  /// [pass.wanted, V] on the device, valid until the next call. Throws Error with layer and token
+  /// where a non-finite number appears. `cache` has one entry a layer.
+  ///
+  /// On a CUDA device the work is given and not waited for: finish() does that, and throws what is
+  /// thrown here on a CPU. Before it nothing of the pass may be believed.
   TensorView<const float, 2> run(const Pass& pass, std::span<const LayerKv> cache,
                                  Capture& capture);
+  void finish();
 
   /// Codes and BF16 weights, written in place, laid out for the kernels. commit() answers with the
   /// CRC32C of each weight as it was put: codes, then scales, then global scale bytes; or BF16.
   WeightSink& weights();
 
-  /// Shows what the experts read at every layer and site from now on: for calibration.
+  /// Shows what the experts read at every layer and site from now on: for calibration, on a CPU.
   void observe(std::function<void(const ExpertInputs&)> observer);
 
   /// What quantization met since the last call: fp4/scale/{zero,underflow}_frac of all blocks of
   /// activations, K and V; fp4/scale/sat_frac of those of K and V; fp4/scale/top_err
   /// (TopError) of activations; fp4/mx/act/* (kernels::MxError) of a sample of them under
-  /// MXFP4. Empty where none were quantized.
+  /// MXFP4. Empty where none were quantized. On a CUDA device, which it waits for, without the last
+  /// two, and where the experts are one op (ForwardExperts) without the blocks of w2_in.
   Metrics metrics();
 
  private:

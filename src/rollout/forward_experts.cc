@@ -5,9 +5,11 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "kernels/dense/dispatch.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/moe_w4a4.h"
 #include "kernels/exact/residual.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
@@ -16,6 +18,7 @@ namespace lockstep::rollout {
 namespace {
 
 constexpr std::int64_t kMxErrorRows = 32;
+constexpr std::int64_t kOneOpRows = 256;
 
 /// A copy of rows of codes with one half of the columns zero: the product of that is a half sum.
 void half_of(const PackedView<const std::uint8_t>& from, bool second,
@@ -57,22 +60,45 @@ void require_residual(const Agreement& agreement, const Options& options) {
   }
 }
 
-TensorView<const std::int32_t, 1> as_view(std::span<const std::int32_t> values) {
-  return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
-}
-
 }  // namespace
 
-ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& options)
+ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at)
     : agreement_(agreement),
       options_(options),
+      at_(&at),
       d_(agreement.model.hidden),
       f_(agreement.model.expert_width),
       experts_(agreement.model.num_experts),
       slots_(agreement.model.experts_per_token),
-      counts_(kernels::kNumQuantizeCounts, 0),
-      offsets_(static_cast<std::size_t>(experts_ + 1)) {
+      counts_(kernels::kNumQuantizeCounts, at),
+      logits_(at),
+      gates_(at),
+      up_(at),
+      down_(at),
+      half_(at),
+      rest_(at),
+      scores_(at),
+      chosen_(at),
+      index_(at),
+      gathered_(at),
+      w2_in_(at),
+      dequantized_(at),
+      codes_(at),
+      w2_codes_(at),
+      residual_(at),
+      halves_(at),
+      residual_halves_(at) {
   require_residual(agreement, options);
+  const std::vector<std::uint8_t>& groups = agreement_.contract.residual_groups;
+  groups_ = Buffer(at.device, std::ssize(groups), at.stream);
+  copy_bytes(groups_.as<void>(), at.device, groups.data(), {}, groups_.bytes(), at.stream);
+  if (!at.on_cuda()) return;
+  counters_ = Buffer(at.device,
+                     4 * kernels::moe_w4a4_counters(kOneOpRows, slots_, agreement.model.num_experts,
+                                                    agreement.model.hidden),
+                     at.stream);
+  fill_bytes(counters_.as<void>(), at.device, 0, counters_.bytes(), at.stream);
+  synchronize(at.device, at.stream);
 }
 
 bool ForwardExperts::quantizes(Layer layer) const {
@@ -80,72 +106,109 @@ bool ForwardExperts::quantizes(Layer layer) const {
          agreement_.contract.layers.has(layer);
 }
 
-Nonfinite ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weights,
-                              TensorView<const Bf16, 2> x, Capture& capture,
-                              TensorView<Bf16, 2> out) {
+void ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weights,
+                         TensorView<const Bf16, 2> x, Capture& capture, const PassChecks& checks,
+                         TensorView<Bf16, 2> out) {
   const std::int64_t rows = pass.rows();
   const std::int64_t items = rows * slots_;
-  if (const auto row = kernels::first_nonfinite(x); row >= 0) return {row, "w13_in"};
+  std::int32_t* const bad_in = checks.cell(layer.value, Check::kW13In);
+  std::int32_t* const bad_w2 = checks.cell(layer.value, Check::kW2In);
+  kernels::first_nonfinite(x, bad_in, at_->stream);
+  checks.look(bad_in);
   route(pass, layer, weights, x, capture);
-  dispatch(rows);
 
   SiteInput site{.x = x, .rule = agreement_.rule(Site::kW13In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
+  if (fits_one_op(pass, layer, weights, capture)) {
+    return one_op(pass, layer, weights, site.codes, capture, bad_w2, out);
+  }
   if (compensates(layer, weights, Site::kW13In))
     site.residual = residual(layer, Site::kW13In, site);
-  if (observer_) observer_({layer, Site::kW13In, x, row_of_, offsets_});
+  if (observer_) observer_({layer, Site::kW13In, x, items_.row_of, items_.offsets});
   const auto up = up_.view(items, 2 * f_);
-  product(site, weights, false, row_of_, up);
+  product(site, weights, false, items_.row_of, up);
 
   const auto w2_in = w2_in_.view(items, f_);
-  kernels::swiglu({.gate = {up.data, {items, f_}, {2 * f_, 1}},
-                   .up = {up.data + f_, {items, f_}, {2 * f_, 1}},
-                   .out = w2_in});
-  if (const auto item = kernels::first_nonfinite(w2_in); item >= 0) {
-    return {item / slots_, "w2_in"};
-  }
+  kernels::swiglu({.gate = {up.data, {items, f_}, {2 * f_, 1}, up.device},
+                   .up = {up.data + f_, {items, f_}, {2 * f_, 1}, up.device},
+                   .out = w2_in},
+                  at_->stream);
+  // A row's slots together, so that what is found is a row of the pass.
+  const TensorView<const Bf16, 2> by_row = {
+      w2_in.data, {rows, slots_ * f_}, {slots_ * f_, 1}, w2_in.device};
+  kernels::first_nonfinite(by_row, bad_w2, at_->stream);
+  checks.look(bad_w2);
   site = {.x = w2_in, .rule = agreement_.rule(Site::kW2In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
   if (compensates(layer, weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
-  if (observer_) observer_({layer, Site::kW2In, w2_in, slot_of_, offsets_});
+  if (observer_) observer_({layer, Site::kW2In, w2_in, items_.slot_of, items_.offsets});
   const auto down = down_.view(items, d_);
-  product(site, weights, true, slot_of_, down);
-  kernels::combine({.y = down, .gates = gates_.view(rows, slots_), .out = out}, {});
-  return {};
+  product(site, weights, true, items_.slot_of, down);
+  kernels::combine({.y = down, .gates = gates_.view(rows, slots_), .out = out}, at_->stream);
+}
+
+bool ForwardExperts::fits_one_op(const Pass& pass, Layer layer, const LayerWeights& weights,
+                                 const Capture& capture) const {
+  if (!at_->on_cuda() || pass.rows() > kOneOpRows || f_ > kernels::kMoeMostWidth) return false;
+  if (weights.format != ExpertFormat::kW4a4 || options_.drift.split_k) return false;
+  const Quantizer& rule = agreement_.contract.activation;
+  if (rule.global != GlobalScale::kPerToken || !rule.is_guidable()) return false;
+  return !compensates(layer, weights, Site::kW13In) && !compensates(layer, weights, Site::kW2In) &&
+         capture.layout(layer, Site::kW2In).encoding == Encoding::kNone;
+}
+
+void ForwardExperts::one_op(const Pass& pass, Layer layer, const LayerWeights& weights,
+                            PackedView<const std::uint8_t> codes, Capture& capture,
+                            std::int32_t* bad, TensorView<Bf16, 2> out) {
+  const std::int64_t rows = pass.rows();
+  const std::int64_t items = rows * slots_;
+  const auto w2_in = w2_codes_.view(items, f_, agreement_.rule(Site::kW2In));
+  kernels::moe_w4a4({.a = codes,
+                     .gate_up = weights.gate_up_codes,
+                     .down = weights.down_codes,
+                     .offsets = index(items_.offsets),
+                     .rows_of = index(items_.row_of),
+                     .slots_of = index(items_.slot_of),
+                     .gates = gates_.view(rows, slots_),
+                     .up = up_.view(items, 2 * f_),
+                     .w2_in = w2_in,
+                     .y = down_.view(items, d_),
+                     .out = out,
+                     .bad = bad,
+                     .counters = counters_.as<std::int32_t>()},
+                    at_->stream);
+  capture.activations(pass, layer, Site::kW2In, {}, w2_in);
 }
 
 void ForwardExperts::route(const Pass& pass, Layer layer, const LayerWeights& weights,
                            TensorView<const Bf16, 2> x, Capture& capture) {
   const std::int64_t rows = pass.rows();
+  const std::int64_t items = rows * slots_;
   const auto logits = logits_.view(rows, experts_);
-  const auto chosen = chosen_.view(rows, slots_);
+  TensorView<std::int32_t, 2> chosen = capture.route_room(pass, layer);
+  if (chosen.empty()) chosen = chosen_.view(rows, slots_);
   kernels::linear_bf16(
-      {.x = x, .weight = weights.router, .y = logits, .split_k = options_.drift.split_k}, {});
+      {.x = x, .weight = weights.router, .y = logits, .split_k = options_.drift.split_k},
+      at_->stream);
   kernels::router({.logits = logits,
                    .normalize = agreement_.model.normalize_gates,
                    .experts = chosen,
                    .gates = gates_.view(rows, slots_)},
-                  {});
+                  at_->stream);
   capture.routes(pass, layer, chosen);
-}
 
-/// Counting sort of the items by expert, rows in order within each.
-void ForwardExperts::dispatch(std::int64_t rows) {
-  const auto items = static_cast<std::size_t>(rows * slots_);
-  const std::int32_t* chosen = chosen_.view(rows, slots_).data;
-  row_of_.resize(items);
-  slot_of_.resize(items);
-  std::fill(offsets_.begin(), offsets_.end(), 0);
-  for (std::size_t i = 0; i < items; ++i) ++offsets_[static_cast<std::size_t>(chosen[i]) + 1];
-  for (std::size_t e = 1; e < offsets_.size(); ++e) offsets_[e] += offsets_[e - 1];
-  for (std::size_t i = 0; i < items; ++i) {
-    // offsets_[e] runs from the expert's begin to its end, then all move up by one expert.
-    const auto at = static_cast<std::size_t>(offsets_[static_cast<std::size_t>(chosen[i])]++);
-    slot_of_[at] = static_cast<std::int32_t>(i);
-    row_of_[at] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) / slots_);
-  }
-  std::copy_backward(offsets_.begin(), offsets_.end() - 1, offsets_.end());
-  offsets_.front() = 0;
+  const auto room = index_.view(1, experts_ + 1 + 2 * items);
+  const std::span<std::int32_t> all(room.data, static_cast<std::size_t>(room.shape[1]));
+  const auto count = static_cast<std::size_t>(items);
+  items_ = {.offsets = all.first(all.size() - 2 * count),
+            .row_of = all.subspan(all.size() - 2 * count, count),
+            .slot_of = all.last(count)};
+  kernels::dispatch({.experts = chosen,
+                     .num_experts = agreement_.model.num_experts,
+                     .offsets = items_.offsets,
+                     .row_of = items_.row_of,
+                     .slot_of = items_.slot_of},
+                    at_->stream);
 }
 
 PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer layer, Site site,
@@ -153,15 +216,16 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
                                                         Capture& capture) {
   const Quantizer rule = agreement_.rule(site);
   const auto codes = codes_.view(x.shape[0], x.shape[1], rule);
-  const RowLayout layout = capture.layout(layer, site);
-  TensorView<std::uint8_t, 2> records;
-  if (layout.encoding != Encoding::kNone) records = records_.view(pass.rows(), layout.bytes());
+  const TensorView<std::uint8_t, 2> records = capture.record_room(pass, layer, site);
   kernels::quantize({.x = x,
                      .rule = rule,
                      .out = codes,
-                     .layout = layout,
+                     .layout = records.empty() ? RowLayout{} : capture.layout(layer, site),
                      .records = records,
-                     .counts = {counts_.data(), {kernels::kNumQuantizeCounts}, {1}}});
+                     .counts = counts_.view()},
+                    at_->stream);
+  capture.activations(pass, layer, site, records, codes);
+  if (at_->on_cuda()) return codes;
   top_error_.add(x, rule, codes);
   if (rule.is_mx() && !rule.is_wide()) {
     // One row in so many: the decomposition is dearer than quantizing.
@@ -170,7 +234,6 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
                                      {x.stride[0] * kMxErrorRows, 1}},
                                     rule));
   }
-  capture.activations(pass, layer, site, records, codes);
   return codes;
 }
 
@@ -203,12 +266,16 @@ PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
   } else if (takes_groups(options_)) {
     const std::int64_t first = layer.value * (d_ / 16 + f_ / 16);
     args.choice = kernels::ResidualChoice::kStatic;
-    args.chosen = {
-        agreement_.contract.residual_groups.data() + first + (site == Site::kW2In ? d_ / 16 : 0),
-        {input.x.shape[1] / 16},
-        {1}};
+    args.chosen = {groups_.as<std::uint8_t>() + first + (site == Site::kW2In ? d_ / 16 : 0),
+                   {input.x.shape[1] / 16},
+                   {1},
+                   at_->device};
   }
-  kernels::residual(args);
+  if (at_->on_cuda() && args.choice == kernels::ResidualChoice::kBatch) {
+    const std::int64_t numbers = kernels::residual_workspace(args);
+    args.workspace = {scores_.view(1, numbers).data, {numbers}, {1}, at_->device};
+  }
+  kernels::residual(args, at_->stream);
   return out;
 }
 
@@ -228,15 +295,15 @@ void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Wei
   kernels::W4a4Args args{.a = site.codes,
                          .residual = site.residual,
                          .w = weights,
-                         .offsets = as_view(offsets_),
-                         .from = as_view(from),
-                         .to = as_view(slot_of_),
+                         .offsets = index(items_.offsets),
+                         .from = index(from),
+                         .to = index(items_.slot_of),
                          .out = y,
                          .residual_halvings = options_.residual_alpha == 1.0f   ? 0
                                               : options_.residual_alpha == 0.5f ? 1
                                                                                 : 2,
                          .rule = site.rule};
-  if (!options_.drift.split_k) return kernels::w4a4(args);
+  if (!options_.drift.split_k) return kernels::w4a4(args, at_->stream);
   in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
     args.residual = half.residual;
@@ -251,9 +318,9 @@ void ForwardExperts::mx_product(const SiteInput& site,
   kernels::MxProductArgs args{.a = site.codes,
                               .w = weights,
                               .experts = agreement_.model.num_experts,
-                              .offsets = as_view(offsets_),
-                              .from = as_view(from),
-                              .to = as_view(slot_of_),
+                              .offsets = index(items_.offsets),
+                              .from = index(from),
+                              .to = index(items_.slot_of),
                               .out = y};
   if (!options_.drift.split_k) return mx_sum(site, args);
   in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
@@ -307,7 +374,7 @@ void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMa
   if (!site.codes.codes.empty()) {
     const auto plain = dequantized_.view(x.shape[0], x.shape[1]);
     if (site.residual.codes.empty()) {
-      kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain});
+      kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain}, at_->stream);
     } else {
       kernels::add_residual(site.codes, site.residual, site.rule, options_.residual_alpha, plain);
     }
@@ -315,14 +382,14 @@ void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMa
   }
   const auto items = static_cast<std::int64_t>(from.size());
   const auto sorted = gathered_.view(items, x.shape[1]);
-  kernels::gather_rows(x, from, sorted);
+  kernels::gather_rows(x, from, sorted, at_->stream);
   kernels::grouped_linear_bf16({.x = sorted,
-                                .offsets = offsets_,
+                                .offsets = items_.offsets,
                                 .weights = weights,
-                                .to = slot_of_,
+                                .to = items_.slot_of,
                                 .y = y,
                                 .split_k = options_.drift.split_k},
-                               {});
+                               at_->stream);
 }
 
 }  // namespace lockstep::rollout

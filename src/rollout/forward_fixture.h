@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "contract/contract.h"
+#include "device/stream.h"
+#include "device/testing.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
@@ -14,6 +16,20 @@
 #include "rollout/forward.h"
 
 namespace lockstep::rollout::fixture {
+
+/// Where runners, caches and rigs lie: the CPU but in tests of OnDevice.
+inline Device& device_under_test() {
+  static Device device;
+  return device;
+}
+
+/// Runs a body on every device.
+class OnDevice : public ::testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override { device_under_test() = GetParam(); }
+  void TearDown() override { device_under_test() = {}; }
+  static bool on_cuda() { return device_under_test().kind == Device::Kind::kCuda; }
+};
 
 inline ModelConfig small_model() {
   return {.num_layers = 3,
@@ -119,10 +135,10 @@ class Cache {
         one->rule = is_k ? contract.k : contract.v;
         if (!contract.layers.has({layer})) one->rule = {};
         const std::int32_t width = model.kv_width();
-        one->row_bytes =
-            one->rule.quantizes() ? static_cast<std::int32_t>(one->rule.code_bytes(width) +
-                                                              one->rule.scale_cols(width))
-                                  : 2 * width;
+        one->row_bytes = one->rule.quantizes()
+                             ? static_cast<std::int32_t>(one->rule.code_bytes(width) +
+                                                         one->rule.scale_cols(width))
+                             : 2 * width;
         if (!contract.kv_exponents.empty()) {
           one->exponent = contract.kv_exponents[static_cast<std::size_t>(2 * layer + !is_k)];
         }
@@ -132,9 +148,11 @@ class Cache {
       }
       layers_.push_back(kv);
     }
-    pool_.assign(static_cast<std::size_t>(offset * num_pages), std::byte{0xFF});
+    pool_ = Buffer(device_under_test(), offset * num_pages);
+    fill_bytes(pool_.as<void>(), pool_.device(), 0xFF, pool_.bytes());
+    synchronize(pool_.device());
     for (LayerKv& kv : layers_) {
-      kv.k.pool = kv.v.pool = pool_.data();
+      kv.k.pool = kv.v.pool = pool_.as<>();
       kv.k.page_bytes = kv.v.page_bytes = offset;
     }
     // Pages are handed out from both ends in turn, so that no sequence's lie in order.
@@ -154,12 +172,12 @@ class Cache {
 
   std::span<const LayerKv> layers() const { return layers_; }
   const std::vector<std::vector<std::int32_t>>& tables() const { return tables_; }
-  const std::vector<std::byte>& pool() const { return pool_; }
+  std::vector<std::byte> pool() const { return to_host<std::byte>(pool_); }
 
  private:
   std::int32_t page_tokens_;
   std::vector<LayerKv> layers_;
-  std::vector<std::byte> pool_;
+  Buffer pool_;
   std::vector<std::int32_t> free_;
   std::vector<std::vector<std::int32_t>> tables_;
 };
@@ -181,6 +199,8 @@ struct Runner {
   Agreement agreement;
   Options options;
   std::vector<OwnedWeight> weights;
+  Device device = device_under_test();
+  OwnedStream stream{device};
   Forward forward;
   Capture capture;
 
@@ -189,8 +209,8 @@ struct Runner {
       : agreement{.model = model, .contract = contract, .guide = {}, .seed = 5},
         options(opts),
         weights(random_weights(agreement, 3)),
-        forward(agreement, options, {}),
-        capture(agreement, nullptr) {
+        forward(agreement, options, device, stream),
+        capture(agreement, nullptr, false, device, stream) {
     load(forward.weights(), weights, contract);
   }
 
@@ -200,7 +220,11 @@ struct Runner {
     for (const auto& table : cache.tables()) pass.pages.push_back(table);
     capture.begin(pass);
     const auto logits = forward.run(pass, cache.layers(), capture);
-    return {logits.data, logits.data + logits.shape[0] * logits.shape[1]};
+    forward.finish();
+    std::vector<float> values(static_cast<std::size_t>(logits.shape[0] * logits.shape[1]));
+    copy_bytes(values.data(), {}, logits.data, device, std::ssize(values) * 4, stream);
+    synchronize(device, stream);
+    return values;
   }
 
   /// Logits of every token of sequence 0, `chunk` tokens a pass.

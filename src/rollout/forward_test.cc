@@ -5,9 +5,11 @@
 #include <cmath>
 #include <functional>
 #include <string>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "rollout/door.h"
 #include "rollout/forward_fixture.h"
 
 namespace lockstep::rollout {
@@ -35,14 +37,38 @@ Contract arm_contract(const std::string& arm) {
   return contract;
 }
 
-class ForwardArms : public testing::TestWithParam<const char*> {
+using ArmOn = std::tuple<Device, const char*>;
+
+class ForwardArms : public testing::TestWithParam<ArmOn> {
  protected:
-  Contract contract = arm_contract(GetParam());
+  void SetUp() override {
+    fixture::device_under_test() = std::get<0>(GetParam());
+    const Agreement agreement{.model = small_model(), .contract = contract, .guide = {}, .seed = 0};
+    try {
+      require_runs(agreement, {}, fixture::device_under_test());
+    } catch (const Error& error) {
+      GTEST_SKIP() << error.what();
+    }
+  }
+  void TearDown() override { fixture::device_under_test() = {}; }
+
+  Contract contract = arm_contract(std::get<1>(GetParam()));
 };
 
+std::string name_of_arm(const testing::TestParamInfo<ArmOn>& info) {
+  const bool cuda = std::get<0>(info.param).kind == Device::Kind::kCuda;
+  return std::string(std::get<1>(info.param)) + (cuda ? "_cuda" : "_cpu");
+}
+
 INSTANTIATE_TEST_SUITE_P(Forward, ForwardArms,
-                         testing::Values("bf16", "w4a16", "w4a4", "upper_layers", "mxfp4", "w4a8",
-                                         "fp8"));
+                         testing::Combine(testing::ValuesIn(devices()),
+                                          testing::Values("bf16", "w4a16", "w4a4", "upper_layers",
+                                                          "mxfp4", "w4a8", "fp8")),
+                         name_of_arm);
+
+using ForwardOn = fixture::OnDevice;
+
+INSTANTIATE_TEST_SUITE_P(Devices, ForwardOn, testing::ValuesIn(devices()), name_of_device);
 
 TEST_P(ForwardArms, RowsDoNotDependOnChunksOrPages) {
   Runner runner(contract);
@@ -87,20 +113,21 @@ TEST_P(ForwardArms, RowsDoNotDependOnTheBatchOrThreads) {
   set_threads(0);
 }
 
-TEST(Forward, QuadsRowsDoNotDependOnTheBatch) {
+TEST_P(ForwardOn, QuadsRowsDoNotDependOnTheBatch) {
   Options options;
   options.residual = Residual::kChannels;
-  options.drift.split_k = true;
+  options.drift.split_k = !on_cuda();
   Runner runner(arm_contract("w4a4"), options);
   const auto tokens = random_tokens(50, runner.agreement.model, 4);
   const auto whole = runner.prefill(tokens, 50, 16);
   EXPECT_EQ(whole, runner.prefill(tokens, 3, 16));
+  if (on_cuda()) return;
   options.drift.split_k = false;
   Runner exact(arm_contract("w4a4"), options);
   EXPECT_NE(whole, exact.prefill(tokens, 50, 16)) << "split sums are another rounding";
 }
 
-TEST(Forward, NoiseFollowsTheSeedOfTheRun) {
+TEST_P(ForwardOn, NoiseFollowsTheSeedOfTheRun) {
   Options options;
   options.drift.noise = 0.01f;
   Runner noisy(contracts::bf16(), options), quiet(contracts::bf16());
@@ -127,7 +154,7 @@ std::string message_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-TEST(Forward, StopsWithLayerAndTokenWhereANumberIsNotFinite) {
+TEST_P(ForwardOn, StopsWithLayerAndTokenWhereANumberIsNotFinite) {
   Runner runner(arm_contract("w4a4"));
   for (auto& w : runner.weights) {
     // Finite weights whose product is not: up to 3e38 * 3e38 in the second layer.
@@ -146,7 +173,7 @@ TEST(Forward, StopsWithLayerAndTokenWhereANumberIsNotFinite) {
   EXPECT_NE(message.find("position 0"), std::string::npos) << message;
 }
 
-TEST(Forward, RefusesWhatItCannotRun) {
+TEST_P(ForwardOn, RefusesWhatItCannotRun) {
   Runner runner(contracts::bf16());
   Cache cache(runner.agreement, 16, 4);
   cache.hold(0, 16);
@@ -168,7 +195,7 @@ TEST(Forward, RefusesWhatItCannotRun) {
   EXPECT_THROW(Runner(w4a4_contract(small_model()), options), Error);
 }
 
-TEST(Forward, CountsWhatQuantizationMet) {
+TEST_P(ForwardOn, CountsWhatQuantizationMet) {
   Runner runner(arm_contract("w4a4"));
   const auto tokens = random_tokens(30, runner.agreement.model, 7);
   runner.prefill(tokens, 30, 16);
