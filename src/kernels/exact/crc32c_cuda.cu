@@ -1,0 +1,220 @@
+/// CRC32C on a CUDA device: a lane takes every so many'th word of a unit, by Horner's rule in one
+/// fixed power of x. That product is four lookups, one a byte, in tables that every lane has for
+/// itself, bank by bank, so that no two lanes meet; the tables are made in shared memory by the
+/// block that reads them.
+#include <algorithm>
+
+#include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
+#include "kernels/exact/crc32c_rows.h"
+#include "kernels/exact/gf2.h"
+#include "kernels/exact/w4a4.h"
+#include "numerics/exponent.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTableBytes = 4 * 256 * 32 * 4;
+constexpr std::uint64_t kRowStride = 32 * 32;  // bits from a lane's word to its next
+constexpr std::uint64_t kTileStride = 2 * 32;
+
+/// [4][256][32]: byte v at place b, times x^kStride, once a lane.
+__device__ void make_table(std::uint32_t* table, std::uint32_t stride) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  for (int entry = static_cast<int>(threadIdx.x); entry < 1024; entry += kThreads) {
+    const std::uint32_t value =
+        gf2::times(static_cast<std::uint32_t>(entry & 255) << (entry >> 8) * 8, stride);
+    for (int i = 0; i < 32; ++i) table[entry * 32 + ((lane + i) & 31)] = value;
+  }
+  __syncthreads();
+}
+
+/// `mine` is the lane's column of the table.
+__device__ inline std::uint32_t step(const std::uint32_t* mine, std::uint32_t s) {
+  return mine[(s & 255u) * 32] ^ mine[8192 + (s >> 8 & 255u) * 32] ^
+         mine[16384 + (s >> 16 & 255u) * 32] ^ mine[24576 + (s >> 24) * 32];
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    crc_rows_kernel(const CrcUnit* units, std::int64_t count, std::uint32_t* sums) {
+  extern __shared__ std::uint32_t table[];
+  static constexpr std::uint32_t kStride = gf2::power(kRowStride);
+  make_table(table, kStride);
+  const std::uint32_t lane = threadIdx.x & 31u;
+  const std::uint32_t* mine = table + lane;
+  std::uint32_t lane_power = gf2::kOne;  // x^32 for each lane from this one on
+  for (std::uint32_t i = lane; i < 32; ++i) {
+    static constexpr std::uint32_t kWord = gf2::power(32);
+    lane_power = gf2::times(lane_power, kWord);
+  }
+  for (std::int64_t u = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; u < count;
+       u += std::int64_t{gridDim.x} * kWarps) {
+    const CrcUnit unit = units[u];
+    // Zeros before a message leave a register of 0 as it is: the first word may be in part
+    // another's bytes, masked, and lanes of the first round may have none.
+    const auto head = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(unit.data) & 3u);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(unit.data - head);
+    const std::uint32_t whole = (head + unit.bytes) / 4;
+    const std::uint32_t pad = (0u - whole) & 31u;
+    const std::uint32_t rounds = (whole + pad) / 32;
+    std::uint32_t s = 0;
+    if (rounds > 0) {
+      if (lane >= pad) {
+        s = words[lane - pad];
+        if (lane == pad) s &= 0xFFFFFFFFu << head * 8;
+      }
+      const std::uint32_t* next = words + (32 + lane - pad);
+      std::uint32_t round = 1;
+      for (; round + 8 <= rounds; round += 8, next += 256) {
+        std::uint32_t w[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) w[i] = next[i * 32];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s = step(mine, s) ^ w[i];
+      }
+      for (; round < rounds; ++round, next += 32) s = step(mine, s) ^ *next;
+      s = __reduce_xor_sync(0xFFFFFFFFu, gf2::times(s, lane_power));
+    }
+    if (lane != 0) continue;
+    const auto* end = reinterpret_cast<const std::uint8_t*>(unit.data) + unit.bytes;
+    const auto* at = reinterpret_cast<const std::uint8_t*>(words + whole);
+    if (whole == 0) at += head;
+    for (; at < end; ++at) s = gf2::after_byte(s, *at);
+    atomicXor(sums + unit.item, gf2::times(s, unit.power));
+  }
+}
+
+/// The scale byte that w4a4's stored_scale() made this of.
+__device__ inline std::uint32_t scale_byte_of(std::uint32_t stored) {
+  const std::uint32_t m = stored & 15u;
+  return m < 8 ? m : ((stored >> 4) + 1) * 8 + (m - 8);
+}
+
+/// A tile's codes: lane 4 g + t has of each block columns 4 t .. 4 t + 3 of outputs g and g + 8,
+/// two bytes of each. It gives one output's to its neighbour for the other's of the same columns:
+/// then every lane has words of one row.
+__device__ std::uint32_t tile_codes(const std::byte* tile, int blocks, int rows,
+                                    const std::uint32_t* powers, const std::uint32_t* mine) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const bool odd = (lane & 1) != 0;
+  std::uint32_t s = 0;
+  const auto* chunk = reinterpret_cast<const uint4*>(tile) + lane;
+  for (int left = blocks; left > 0; left -= 4, chunk += 36) {
+    const uint4 own = *chunk;
+    // Of output g, the halves below; of g + 8, those above. An even lane keeps the halves below.
+    const std::uint32_t low01 = __byte_perm(own.x, own.y, 0x5410);
+    const std::uint32_t high01 = __byte_perm(own.x, own.y, 0x7632);
+    const std::uint32_t low23 = __byte_perm(own.z, own.w, 0x5410);
+    const std::uint32_t high23 = __byte_perm(own.z, own.w, 0x7632);
+    const std::uint32_t kept01 = odd ? high01 : low01;
+    const std::uint32_t kept23 = odd ? high23 : low23;
+    const std::uint32_t got01 = __shfl_xor_sync(0xFFFFFFFFu, odd ? low01 : high01, 1);
+    const std::uint32_t got23 = __shfl_xor_sync(0xFFFFFFFFu, odd ? low23 : high23, 1);
+    const std::uint32_t first01 = odd ? got01 : kept01, last01 = odd ? kept01 : got01;
+    const std::uint32_t first23 = odd ? got23 : kept23, last23 = odd ? kept23 : got23;
+    const std::uint32_t words[4] = {
+        __byte_perm(first01, last01, 0x5410), __byte_perm(first01, last01, 0x7632),
+        __byte_perm(first23, last23, 0x5410), __byte_perm(first23, last23, 0x7632)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) s = step(mine, s) ^ words[i];
+    }
+  }
+  const int row = lane / 4 + 8 * (lane & 1);
+  if (row >= rows) return 0;
+  // The lane's last word is the row's last but one, or its last.
+  static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
+  s = gf2::times(s, (lane & 2) != 0 ? kOne : kTwo);
+  return gf2::times(s, powers[rows - 1 - row]);
+}
+
+/// A tile's scales: lane 16 q + r takes row r, every other chunk's four.
+__device__ std::uint32_t tile_scales(const std::byte* tile, int blocks, int rows,
+                                     const std::uint32_t* powers, const std::uint32_t* mine) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int row = lane & 15, g = row & 7, high = row >> 3;
+  const int chunks = blocks / 4, rest = blocks % 4;
+  const auto word_of = [&](int chunk) {
+    const auto pair = *reinterpret_cast<const uint2*>(tile + chunk * 576 + 512 + 8 * g);
+    return __byte_perm(pair.x, pair.y, high != 0 ? 0x7531 : 0x6420);
+  };
+  const auto bytes_of = [](std::uint32_t stored) {
+    std::uint32_t bytes = 0;
+    for (int i = 0; i < 32; i += 8) bytes |= scale_byte_of(stored >> i & 255u) << i;
+    return bytes;
+  };
+  std::uint32_t s = 0;
+  // Where the number of chunks is odd, a zero stands before the first.
+  for (int chunk = (lane >> 4) - (chunks & 1); chunk < chunks; chunk += 2) {
+    s = step(mine, s) ^ (chunk >= 0 ? bytes_of(word_of(chunk)) : 0u);
+  }
+  static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
+  s = gf2::times(s, lane >= 16 ? kOne : kTwo);
+  if (rest > 0) {
+    const std::uint32_t last = bytes_of(word_of(chunks));
+    for (int i = 0; i < rest; ++i) s = gf2::after_byte(s, lane < 16 ? last >> i * 8 & 255u : 0u);
+  }
+  return row < rows ? gf2::times(s, powers[16 + rows - 1 - row]) : 0u;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    crc_tiles_kernel(const __grid_constant__ CrcTiles p, std::uint32_t* sums) {
+  extern __shared__ std::uint32_t table[];
+  static constexpr std::uint32_t kStride = gf2::power(kTileStride);
+  make_table(table, kStride);
+  const std::uint32_t lane = threadIdx.x & 31u;
+  const std::uint32_t* mine = table + lane;
+  const int tiles = (p.out + 15) / 16;
+  for (std::int64_t u = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; u < p.count * tiles;
+       u += std::int64_t{gridDim.x} * kWarps) {
+    const CrcExpert expert = p.experts[u / tiles];
+    const auto number = static_cast<int>(u % tiles);
+    const std::byte* tile = expert.data + W4a4Weights::kHeaderBytes + number * p.tile_bytes;
+    const int rows = min(16, p.out - number * 16);
+    const std::uint32_t* after = p.powers + 32 + 2 * number;
+    const std::uint32_t codes =
+        __reduce_xor_sync(0xFFFFFFFFu, tile_codes(tile, p.blocks, rows, p.powers, mine));
+    const std::uint32_t scales =
+        __reduce_xor_sync(0xFFFFFFFFu, tile_scales(tile, p.blocks, rows, p.powers, mine));
+    if (lane != 0) continue;
+    std::uint32_t sum = gf2::times(codes, after[0]) ^ gf2::times(scales, after[1]);
+    if (number == 0) {
+      const auto n = *reinterpret_cast<const std::int32_t*>(expert.data);
+      static constexpr std::uint32_t kOne = gf2::power(32);
+      sum ^= gf2::times(float_bits(power_of_two(n)), kOne);
+    }
+    atomicXor(sums + expert.item, sum);
+  }
+}
+
+/// As many blocks as the device holds, and no more than there is work for.
+template <typename Kernel>
+unsigned int blocks_for(Kernel kernel, std::int64_t warps, Device device) {
+  cuda::require(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTableBytes),
+      "cudaFuncSetAttribute");
+  const std::int64_t most = cuda::multiprocessors(device.index);
+  return static_cast<unsigned int>(std::min(most, (warps + kWarps - 1) / kWarps));
+}
+
+}  // namespace
+
+void crc_rows_cuda(const CrcUnit* units, std::int64_t count, std::uint32_t* sums, Device device,
+                   Stream stream) {
+  const cuda::OnDevice scope(device.index);
+  const unsigned int blocks = blocks_for(crc_rows_kernel, count, device);
+  crc_rows_kernel<<<blocks, kThreads, kTableBytes, cuda::stream_of(stream)>>>(units, count, sums);
+  cuda::require_launch("crc_rows_kernel");
+}
+
+void crc_tiles_cuda(const CrcTiles& tiles, std::uint32_t* sums, Device device, Stream stream) {
+  const cuda::OnDevice scope(device.index);
+  const unsigned int blocks =
+      blocks_for(crc_tiles_kernel, tiles.count * ((tiles.out + 15) / 16), device);
+  crc_tiles_kernel<<<blocks, kThreads, kTableBytes, cuda::stream_of(stream)>>>(tiles, sums);
+  cuda::require_launch("crc_tiles_kernel");
+}
+
+}  // namespace lockstep::kernels
