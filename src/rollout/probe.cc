@@ -4,8 +4,12 @@
 #include <cmath>
 #include <vector>
 
+#include "base/build.h"
+#include "base/error.h"
 #include "base/philox.h"
+#include "base/text.h"
 #include "kernels/exact/dequantize.h"
+#include "model/names.h"
 #include "numerics/bf16.h"
 #include "numerics/e2m1.h"
 
@@ -13,6 +17,9 @@ namespace lockstep::rollout {
 namespace {
 
 constexpr std::int64_t kProbedRows = 16;
+constexpr double kTolerance = 0.01;  // exact sums, or FP32 ones of BF16 operands
+
+}  // namespace
 
 /// Values of codes under a scale of one: a 6 in every sixteen sees to that.
 std::vector<Bf16> probe_row(std::int64_t in) {
@@ -26,7 +33,18 @@ std::vector<Bf16> probe_row(std::int64_t in) {
   return x;
 }
 
-}  // namespace
+std::int64_t probe_step(std::int64_t out) { return std::max<std::int64_t>(out / kProbedRows, 1); }
+
+void require_probe(const WeightId& id, double error) {
+  if (error <= kTolerance) return;
+  throw Error(cat({"weight ", to_string(id), ": a product with it is off by ", error,
+                   " of itself: it does not lie as the kernel reads it"}));
+}
+
+void probe_sums(const ProbeSumsArgs& args, Stream stream) {
+  if constexpr (build::has_cuda) return probe_sums_cuda(args, stream);
+  throw Error("weights: they lie on a CUDA device, this build has no CUDA backend");
+}
 
 double probe_error(const PackedView<const std::uint8_t>& arrived, const Quantizer& rule,
                    const ProbedProduct& product) {
@@ -36,7 +54,7 @@ double probe_error(const PackedView<const std::uint8_t>& arrived, const Quantize
   product({x.data(), {1, in}, {in, 1}}, {y.data(), {1, out}, {out, 1}});
   kernels::dequantize({.codes = arrived, .rule = rule, .f32 = {w.data(), {out, in}, {in, 1}}});
   double error = 0, norm = 0;
-  const std::int64_t step = std::max<std::int64_t>(out / kProbedRows, 1);
+  const std::int64_t step = probe_step(out);
   for (std::int64_t row = 0; row < out; row += step) {
     double sum = 0;
     for (std::int64_t i = 0; i < in; ++i) {

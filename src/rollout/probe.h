@@ -3,8 +3,10 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "device/view.h"
+#include "model/weights.h"
 #include "numerics/quantizer.h"
 
 namespace lockstep::rollout {
@@ -16,5 +18,26 @@ using ProbedProduct = std::function<void(TensorView<const Bf16, 2> x, TensorView
 /// holds numbers that every quantizer of four or more bits keeps. 0 where y' is 0 throughout.
 double probe_error(const PackedView<const std::uint8_t>& arrived, const Quantizer& rule,
                    const ProbedProduct& product);
+
+/// That x, [in].
+std::vector<Bf16> probe_row(std::int64_t in);
+/// One output in so many is looked at.
+std::int64_t probe_step(std::int64_t out);
+
+/// Throws Error naming the weight where the error is more than rounding's.
+void require_probe(const WeightId& id, double error);
+
+struct ProbeSumsArgs {
+  const Bf16* x = nullptr;            // [in]
+  TensorView<const Bf16, 2> worth{};  // [out, in] what the weight's codes are worth
+  const float* y = nullptr;           // [out] the product's
+  double* sums = nullptr;             // [2] become ||y - y'||^2 and ||y'||^2
+};
+
+/// probe_error()'s two sums on a CUDA device, where all of it lies; nobody waits.
+void probe_sums(const ProbeSumsArgs& args, Stream stream);
+
+/// Behind it; defined where there is a CUDA compiler.
+void probe_sums_cuda(const ProbeSumsArgs& args, Stream stream);
 
 }  // namespace lockstep::rollout

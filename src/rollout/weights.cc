@@ -15,6 +15,7 @@
 #include "numerics/bf16.h"
 #include "numerics/scale.h"
 #include "rollout/probe.h"
+#include "rollout/weights_device.h"
 
 namespace lockstep::rollout {
 namespace {
@@ -60,7 +61,6 @@ std::uint32_t crc_of_header(const kernels::W4a4Weights& weights, std::int32_t ex
 }
 
 constexpr std::int32_t kProbeExperts = 16;
-constexpr double kProbeTolerance = 0.01;  // exact sums, or FP32 ones of BF16 operands
 
 void require_width(const char* name, std::int32_t width, std::int32_t unit, const char* why) {
   if (width > 0 && width % unit == 0) return;
@@ -96,7 +96,12 @@ Weights::Weights(const Agreement& agreement, Device device, Stream stream)
   placed_.resize(order_.size());
   globals_.resize(order_.size());
   make_room();
+  if (device.kind == Device::Kind::kCpu) return;
+  there_ = std::make_unique<DeviceWeights>(
+      DeviceWeights::Places{model_, contract_, order_, homes_, layers_, head_}, device, stream);
 }
+
+Weights::~Weights() = default;
 
 /// Memory for all weights, and where each has its place.
 void Weights::make_room() {
@@ -134,7 +139,7 @@ void Weights::make_room() {
   }
   for (const WeightId& id : order_) {
     const auto found = vectors.find(id);
-    homes_.push_back(found != vectors.end() ? Home{.plain = found->second} : packed_home(id));
+    homes_.push_back(found != vectors.end() ? WeightHome{.plain = found->second} : packed_home(id));
   }
 }
 
@@ -194,7 +199,9 @@ void Weights::begin(WeightVersion version, ContractId contract) {
   }
   // A set that was never committed is a mixture, and nothing to be held against.
   probe_error_ = -1;
-  flips_.assign(state_ == State::kReady ? layers_.size() : 0, {});
+  const bool compares = state_ == State::kReady;
+  flips_.assign(compares ? layers_.size() : 0, {});
+  if (there_) there_->begin(compares);
   state_ = State::kOpen;
   version_ = version;
   std::fill(seen_.begin(), seen_.end(), std::uint8_t{0});
@@ -212,13 +219,15 @@ void Weights::put(const Weight& weight) {
     throw Error(cat({"weight ", to_string(weight.id), " was put twice"}));
   }
   require_kind(weight);
-  if (arrives_as_codes(weight.id)) {
+  require_numbers(weight);
+  if (there_) {
+    there_->put(found->second, weight, arrives_as_codes(weight.id) && probes(weight.id));
+  } else if (arrives_as_codes(weight.id)) {
     const auto& codes = std::get<PackedView<const std::uint8_t>>(weight.value);
     sent_[found->second] = checksum(codes);
     put_codes(weight.id, codes);
   } else {
     const auto& value = std::get<TensorView<const Bf16, 2>>(weight.value);
-    require_finite(weight.id, value);
     place(weight.id, value);
     sent_[found->second] = placed_[found->second];
   }
@@ -231,6 +240,14 @@ std::vector<std::uint32_t> Weights::commit() {
   if (!missing.empty()) {
     throw Error(
         cat({"weights: version ", version_.value, " cannot be committed without ", missing}));
+  }
+  if (there_) {
+    state_ = State::kEmpty;  // unless all is found well
+    std::vector<std::uint32_t> checksums = there_->commit();
+    flips_ = there_->flips();
+    probe_error_ = there_->probe_error();
+    state_ = State::kReady;
+    return checksums;
   }
   std::vector<std::uint32_t> checksums(order_.size());
   parallel_for(std::ssize(order_), 1, [&](std::int64_t first, std::int64_t end) {
@@ -295,6 +312,38 @@ void Weights::require_kind(const Weight& weight) const {
                    "]; expected [", expected[0], ", ", expected[1], "]"}));
 }
 
+/// Of what lies on the host; its kind has been found right.
+void Weights::require_numbers(const Weight& weight) const {
+  const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value);
+  const Device lies = codes != nullptr ? codes->codes.device
+                                       : std::get<TensorView<const Bf16, 2>>(weight.value).device;
+  if (lies.kind != Device::Kind::kCpu) {
+    if (lies == device_) return;
+    throw Error(cat({"weight ", to_string(weight.id),
+                     " lies on a CUDA device that the engine does not run on"}));
+  }
+  if (codes == nullptr) {
+    return require_finite(weight.id, std::get<TensorView<const Bf16, 2>>(weight.value));
+  }
+  switch (layers_[static_cast<std::size_t>(weight.id.layer.value)].format) {
+    case ExpertFormat::kW4a4: try { kernels::w4a4_require(*codes, contract_.weight);
+      } catch (const Error& error) {
+        throw Error(cat({"weight ", to_string(weight.id), ": ", error.what()}));
+      }
+      break;
+    case ExpertFormat::kMx:
+      require_scales(weight.id, codes->scales, most_scale_byte(contract_.weight));
+      break;
+    default: break;  // dequantize() looks at them
+  }
+}
+
+/// One expert in so many, others each time.
+bool Weights::probes(const WeightId& id) const {
+  const std::int64_t every = std::min(kProbeExperts, model_.num_experts);
+  return id.expert.value % every == version_.value % every;
+}
+
 /// Where flips of the layer are counted; nullptr: there was nothing to be held against.
 WeightFlips* Weights::flips(Layer layer) {
   return flips_.empty() ? nullptr : &flips_[static_cast<std::size_t>(layer.value)];
@@ -318,8 +367,7 @@ void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>
     case ExpertFormat::kMx: put_mx(id, value); break;
     default: put_values(id, value);
   }
-  const std::int64_t every = std::min(kProbeExperts, model_.num_experts);
-  if (id.expert.value % every == version_.value % every) probe(id, value);
+  if (probes(id)) probe(id, value);
 }
 
 /// A product with the weight where the kernels will read it.
@@ -359,9 +407,7 @@ void Weights::probe(const WeightId& id, const PackedView<const std::uint8_t>& va
         }
       });
   probe_error_ = std::max(probe_error_, error);
-  if (error <= kProbeTolerance) return;
-  throw Error(cat({"weight ", to_string(id), ": a product with it is off by ", error,
-                   " of itself: it does not lie as the kernel reads it"}));
+  require_probe(id, error);
 }
 
 void Weights::put_coded(const WeightId& id, const PackedView<const std::uint8_t>& value) {
@@ -372,11 +418,7 @@ void Weights::put_coded(const WeightId& id, const PackedView<const std::uint8_t>
   const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(to.out, to.cols);
   WeightFlips* const flips = this->flips(id.layer);
   if (flips != nullptr) remember(memory, bytes);
-  try {
-    kernels::w4a4_fill(to, id.expert.value, 0, value, {}, contract_.weight);
-  } catch (const Error& error) {
-    throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
-  }
+  kernels::w4a4_fill(to, id.expert.value, 0, value, {}, contract_.weight);
   placed_[index_.at(id)] = crc_of_header(to, id.expert.value);
   globals_[index_.at(id)] = value.global.data[0];
   if (flips == nullptr) return;
@@ -401,7 +443,6 @@ void Weights::put_mx(const WeightId& id, const PackedView<const std::uint8_t>& v
     copy_rows(from, first, into);
     if (flips != nullptr) count(*flips, std::span(now, bytes));
   };
-  require_scales(id, value.scales, most_scale_byte(contract_.weight));
   copy(value.codes, to.codes, [&](WeightFlips& flips, std::span<const std::uint8_t> now) {
     flips.add_codes(before_, now);
   });
@@ -429,10 +470,10 @@ void Weights::put_values(const WeightId& id, const PackedView<const std::uint8_t
   flips->add_values(then, now);
 }
 
-Weights::Home Weights::packed_home(const WeightId& id) const {
+WeightHome Weights::packed_home(const WeightId& id) const {
   const auto expert = [&](PackedMatrix base) {
     base.data += id.expert.value * kernels::packed_elements(base.out, base.in);
-    return Home{.packed = base};
+    return WeightHome{.packed = base};
   };
   if (id.role == Role::kHead) return {.packed = head_};
   const LayerWeights& layer = layers_[static_cast<std::size_t>(id.layer.value)];
@@ -449,7 +490,7 @@ Weights::Home Weights::packed_home(const WeightId& id) const {
 
 void Weights::place(const WeightId& id, TensorView<const Bf16, 2> value) {
   placed_[index_.at(id)] = checksum(value);
-  const Home& to = home(id);
+  const WeightHome& to = home(id);
   if (to.plain.empty()) return kernels::pack_rows(value, to.first, to.packed);
   Bf16* out = to.plain.data();
   for (std::int64_t row = 0; row < value.shape[0]; ++row) {
@@ -478,7 +519,7 @@ std::uint32_t Weights::held(std::size_t index) {
   const WeightId& id = order_[index];
   const ExpertFormat kept = of_expert(id.role) ? format(id.layer) : ExpertFormat::kBf16;
   if (kept == ExpertFormat::kW4a4 || kept == ExpertFormat::kMx) return held_codes(index);
-  const Home& at = home(id);
+  const WeightHome& at = home(id);
   const std::int64_t rows = weight_shape(model_, id.role)[0];
   std::uint32_t crc =
       at.plain.empty() ? crc_of_rows(at.packed, at.first, rows) : crc32c(std::as_bytes(at.plain));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -36,6 +37,15 @@ struct LayerWeights {
   PackedView<std::uint8_t> gate_up_mx, down_mx;
 };
 
+/// Where a weight lies that is kept in BF16: rows as they are, or packed from `first` on.
+struct WeightHome {
+  std::span<Bf16> plain{};
+  kernels::PackedMatrix packed{};
+  std::int64_t first = 0;
+};
+
+class DeviceWeights;
+
 /// A WeightSink whose memory is taken once: a refit writes where the last one did. Between begin()
 /// and commit() nothing may run on it, for it holds a mixture of two models.
 class Weights final : public WeightSink {
@@ -43,10 +53,14 @@ class Weights final : public WeightSink {
   /// Memory on `device`, in the order of `stream`, on which all work on it is done. Throws Error
   /// naming the width that no kernel takes.
   explicit Weights(const Agreement& agreement, Device device = {}, Stream stream = {});
+  ~Weights() override;
 
   void begin(WeightVersion version, ContractId contract) override;
-  /// BF16 for all but the experts of quantized layers, which arrive as codes. Throws Error naming
-  /// the weight: not one of the model, put before, wrong shape or kind, not finite.
+  /// BF16 for all but the experts of quantized layers, which arrive as codes, from the host or from
+  /// the device. Throws Error naming the weight: not one of the model, put before, wrong shape or
+  /// kind, not finite. What comes from the device is there until the stream has done what it was
+  /// given; numbers of it that are not finite are found by commit(), and codes are those of
+  /// quantize(), which are not looked at.
   void put(const Weight& weight) override;
   /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
@@ -76,14 +90,8 @@ class Weights final : public WeightSink {
   kernels::PackedMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t copies = 1);
   PackedView<std::uint8_t> mx_matrix(std::int64_t out, std::int64_t in);
   kernels::W4a4Weights coded_matrix(std::int32_t out, std::int32_t in);
-  /// Where a weight lies that is kept in BF16: rows as they are, or packed from `first` on.
-  struct Home {
-    std::span<Bf16> plain{};
-    kernels::PackedMatrix packed{};
-    std::int64_t first = 0;
-  };
-  const Home& home(const WeightId& id) const { return homes_[index_.at(id)]; }
-  Home packed_home(const WeightId& id) const;
+  const WeightHome& home(const WeightId& id) const { return homes_[index_.at(id)]; }
+  WeightHome packed_home(const WeightId& id) const;
   void place(const WeightId& id, TensorView<const Bf16, 2> value);
   std::uint32_t held(std::size_t index);
   std::uint32_t held_codes(std::size_t index) const;
@@ -97,6 +105,8 @@ class Weights final : public WeightSink {
   bool arrives_as_codes(const WeightId& id) const;
   ExpertFormat format(Layer layer) const;
   void require_kind(const Weight& weight) const;
+  void require_numbers(const Weight& weight) const;
+  bool probes(const WeightId& id) const;
   std::string first_missing() const;
 
   ModelConfig model_;
@@ -117,11 +127,12 @@ class Weights final : public WeightSink {
   std::span<Bf16> final_norm_;
   kernels::PackedMatrix head_;
   std::vector<LayerWeights> layers_;
-  std::vector<Home> homes_;         // by index_
+  std::vector<WeightHome> homes_;   // by index_
   std::vector<Bf16> dequantized_;   // one expert's matrix on its way
   std::vector<WeightFlips> flips_;  // [L] against the set before; empty: there was none
   std::vector<std::uint8_t> before_;
-  double probe_error_ = -1;  // the worst of the set; -1: none was probed
+  double probe_error_ = -1;               // the worst of the set; -1: none was probed
+  std::unique_ptr<DeviceWeights> there_;  // on a CUDA device
 };
 
 }  // namespace lockstep::rollout

@@ -111,26 +111,7 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
       {"w4a4_fill: expert ", expert, ", rows ", first_row, " to ", first_row + count,
        " do not lie in ", weights.experts, " experts of ", weights.out, " rows"});
   if (weights.device.kind == Device::Kind::kCuda) return require_power_of_two("w4a4_fill", rule);
-  const auto is_good = [&](float global) {
-    return rule.global_is_power_of_two ? is_power_of_two(global) : is_scale(global);
-  };
-  for (std::int64_t r = 0; r < count; ++r) {
-    if (!(is_good(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0))) {
-      fail({"w4a4_fill: the global scale of row ", r, " is ", global_of(rows, r), ", not ",
-            rule.global_is_power_of_two ? "the one power of two" : "the one finite number",
-            " of the matrix: quantize it under a contract with one scale a matrix"});
-    }
-    // A scale that was never filled in stands there as 0.
-    if (global_of(rows, r) == 0.0f && !is_zero(rows, r)) {
-      fail({"w4a4_fill: the global scale of row ", r, " is 0 beside codes that are not"});
-    }
-    const std::uint8_t* s8 = rows.scales.data + r * rows.scales.stride[0];
-    for (std::int64_t b = 0; b < rows.scales.shape[1]; ++b) {
-      if (!(s8[b] <= kE4m3Max))
-        fail({"w4a4_fill: the scale byte of row ", r, ", block ", b, " is ",
-              static_cast<int>(s8[b]), ", must be at most 126"});
-    }
-  }
+  w4a4_require(rows, rule);
 }
 
 /// Four nibbles to the low halves of four bytes.
@@ -172,6 +153,29 @@ Factor weight_factor(const W4a4Weights& weights, std::int32_t expert) {
 }
 
 }  // namespace
+
+void w4a4_require(const PackedView<const std::uint8_t>& rows, const Quantizer& rule) {
+  const auto is_good = [&](float global) {
+    return rule.global_is_power_of_two ? is_power_of_two(global) : is_scale(global);
+  };
+  for (std::int64_t r = 0; r < rows.codes.shape[0]; ++r) {
+    if (!(is_good(global_of(rows, r)) && global_of(rows, r) == global_of(rows, 0))) {
+      fail({"w4a4_fill: the global scale of row ", r, " is ", global_of(rows, r), ", not ",
+            rule.global_is_power_of_two ? "the one power of two" : "the one finite number",
+            " of the matrix: quantize it under a contract with one scale a matrix"});
+    }
+    // A scale that was never filled in stands there as 0.
+    if (global_of(rows, r) == 0.0f && !is_zero(rows, r)) {
+      fail({"w4a4_fill: the global scale of row ", r, " is 0 beside codes that are not"});
+    }
+    const std::uint8_t* s8 = rows.scales.data + r * rows.scales.stride[0];
+    for (std::int64_t b = 0; b < rows.scales.shape[1]; ++b) {
+      if (!(s8[b] <= kE4m3Max))
+        fail({"w4a4_fill: the scale byte of row ", r, ", block ", b, " is ",
+              static_cast<int>(s8[b]), ", must be at most 126"});
+    }
+  }
+}
 
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
                const PackedView<const std::uint8_t>& rows, Stream stream, const Quantizer& rule) {

@@ -52,6 +52,9 @@ void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fir
                const PackedView<const std::uint8_t>& rows, Stream stream = {},
                const Quantizer& rule = {});
 
+/// What w4a4_fill asks of numbers that lie on the host; for such as are on their way to a device.
+void w4a4_require(const PackedView<const std::uint8_t>& rows, const Quantizer& rule = {});
+
 /// Reads a row of one expert back as w4a4_fill took it: codes [cols / 2], scales [cols / 16]. On a
 /// CPU.
 void w4a4_read(const W4a4Weights& weights, std::int32_t expert, std::int32_t row,

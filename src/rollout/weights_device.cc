@@ -1,0 +1,382 @@
+#include "rollout/weights_device.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "kernels/dense/elementwise.h"
+#include "kernels/exact/code_flips.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "model/checksum.h"
+#include "model/names.h"
+#include "rollout/probe.h"
+
+namespace lockstep::rollout {
+namespace {
+
+constexpr std::int64_t kHalfBytes = 8 << 20;
+constexpr std::int64_t kPad = 32;  // rows of a packed matrix
+
+bool on_host(Device device) { return device.kind == Device::Kind::kCpu; }
+
+template <typename T>
+TensorView<T, 2> rows_at(void* data, std::int64_t rows, std::int64_t cols, Device device) {
+  return {static_cast<T*>(data), {rows, cols}, {cols, 1}, device};
+}
+
+/// The bytes of numbers.
+kernels::Crc32cList::Rows bytes_of(const Bf16* data, std::int64_t rows, std::int64_t cols,
+                                   Device device) {
+  return {reinterpret_cast<const std::uint8_t*>(data), {rows, 2 * cols}, {2 * cols, 1}, device};
+}
+
+std::uint32_t crc_of(const PackedView<const std::uint8_t>& codes, Stream stream) {
+  if (on_host(codes.codes.device)) return checksum(codes);
+  const Device device = codes.codes.device;
+  kernels::Crc32cList list(device, stream);
+  list.add({codes.codes, codes.scales});
+  float global = 1.0f;
+  if (!codes.global.empty()) {
+    copy_bytes(&global, {}, codes.global.data, device, sizeof global, stream);
+    synchronize(device, stream);
+  }
+  return checksum_with_global(list.run()[0], global);
+}
+
+}  // namespace
+
+DeviceWeights::DeviceWeights(const Places& places, Device device, Stream stream)
+    : at_(places),
+      device_(device),
+      stream_(stream),
+      list_(device, stream),
+      sent_(places.order.size()),
+      placed_(places.order.size()) {
+  std::int64_t codes = 0, scales = 0, numbers = 0, out = 0;
+  for (const WeightId& id : at_.order) {
+    if (!of_expert(id.role) || format(id) == ExpertFormat::kBf16) continue;
+    const Quantizer& rule = at_.contract.weight;
+    const auto [rows, cols] = weight_shape(at_.model, id.role);
+    codes = std::max(codes, rows * rule.code_bytes(cols));
+    scales = std::max(scales, rule.scale_rows(rows) * rule.scale_cols(cols));
+    numbers = std::max(numbers, (rows + kPad - 1) / kPad * kPad * cols * 2);
+    out = std::max(out, rows);
+  }
+  for (Half& half : halves_) half = {PinnedBuffer(kHalfBytes), Event(device)};
+  codes_ = Buffer(device, codes, stream);
+  scales_ = Buffer(device, scales, stream);
+  global_ = Buffer(device, sizeof(float), stream);
+  numbers_ = Buffer(device, numbers, stream);
+  other_numbers_ = Buffer(device, numbers, stream);
+  fill_bytes(other_numbers_.as<void>(), device, 0, numbers, stream);
+  y_ = Buffer(device, out * 4, stream);
+  errors_ = Buffer(device, std::ssize(at_.order) * 16, stream);
+  bad_ = Buffer(device, std::ssize(at_.order) * 4, stream);
+  counts_ = Buffer(device, std::ssize(at_.layers) * kernels::kNumFlipCounts * 8, stream);
+  list_all();
+}
+
+void DeviceWeights::list_all() {
+  for (std::size_t i = 0; i < at_.order.size(); ++i) {
+    const WeightId& id = at_.order[i];
+    const auto [rows, cols] = weight_shape(at_.model, id.role);
+    const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+    const bool up = id.role == WeightId::Role::kGateUp;
+    switch (format(id)) {
+      case ExpertFormat::kW4a4:
+        list_.add(up ? layer.gate_up_codes : layer.down_codes, id.expert.value);
+        break;
+      case ExpertFormat::kMx: {
+        const PackedView<std::uint8_t> place = mx_place(id);
+        list_.add({place.codes, place.scales});
+        break;
+      }
+      default: list_.add({bytes_of(place(i), rows, cols, device_)});
+    }
+  }
+  if (at_.model.tied_embeddings) {
+    list_.add({bytes_of(at_.head.data, at_.head.out, at_.head.in, device_)});
+  }
+}
+
+ExpertFormat DeviceWeights::format(const WeightId& id) const {
+  if (!of_expert(id.role)) return ExpertFormat::kBf16;
+  return at_.layers[static_cast<std::size_t>(id.layer.value)].format;
+}
+
+Bf16* DeviceWeights::place(std::size_t index) const {
+  const WeightHome& home = at_.homes[index];
+  return home.plain.empty() ? home.packed.data + home.first * home.packed.in : home.plain.data();
+}
+
+PackedView<std::uint8_t> DeviceWeights::mx_place(const WeightId& id) const {
+  const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+  const bool up = id.role == WeightId::Role::kGateUp;
+  PackedView<std::uint8_t> all = up ? layer.gate_up_mx : layer.down_mx;
+  const std::int64_t rows = weight_shape(at_.model, id.role)[0];
+  for (auto* part : {&all.codes, &all.scales}) {
+    part->data += id.expert.value * rows * part->stride[0];
+    part->shape[0] = rows;
+  }
+  return all;
+}
+
+std::int64_t* DeviceWeights::flips_of(Layer layer) const {
+  return counts_.as<std::int64_t>() + layer.value * kernels::kNumFlipCounts;
+}
+
+void DeviceWeights::begin(bool compare) {
+  compares_ = compare;
+  flips_.assign(compare ? at_.layers.size() : 0, {});
+  probe_error_ = -1;
+  probes_.clear();
+  fill_bytes(counts_.as<void>(), device_, 0, counts_.bytes(), stream_);
+  fill_bytes(bad_.as<void>(), device_, 0x7F, bad_.bytes(), stream_);
+}
+
+/// Rows of the host become rows without gaps on the device.
+template <typename T>
+void DeviceWeights::upload(TensorView<const T, 2> from, void* to) {
+  const auto row_bytes = from.shape[1] * static_cast<std::int64_t>(sizeof(T));
+  auto* out = static_cast<std::byte*>(to);
+  for (std::int64_t row = 0; row < from.shape[0];) {
+    Half& half = halves_[next_half_];
+    next_half_ = 1 - next_half_;
+    half.read.wait();
+    if (half.memory.bytes() < row_bytes) half.memory = PinnedBuffer(row_bytes);
+    std::int64_t bytes = 0;
+    for (; row < from.shape[0] && bytes + row_bytes <= half.memory.bytes(); ++row) {
+      std::memcpy(half.memory.as<>() + bytes, from.data + row * from.stride[0],
+                  static_cast<std::size_t>(row_bytes));
+      bytes += row_bytes;
+    }
+    copy_bytes(out, device_, half.memory.as<void>(), {}, bytes, stream_);
+    half.read.record(stream_);
+    out += bytes;
+  }
+}
+
+/// The same from either side.
+template <typename T>
+void DeviceWeights::copy(TensorView<const T, 2> from, T* to) {
+  if (on_host(from.device)) return upload(from, to);
+  const auto row_bytes = from.shape[1] * static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t at_once = from.stride[0] == from.shape[1] ? from.shape[0] : 1;
+  for (std::int64_t row = 0; row < from.shape[0]; row += at_once) {
+    copy_bytes(to + row * from.shape[1], device_, from.data + row * from.stride[0], device_,
+               at_once * row_bytes, stream_);
+  }
+}
+
+void DeviceWeights::put(std::size_t index, const Weight& weight, bool probe) {
+  if (const auto* codes = std::get_if<Codes>(&weight.value)) {
+    return put_codes(index, *codes, probe);
+  }
+  put_numbers(index, std::get<Numbers>(weight.value));
+}
+
+void DeviceWeights::put_numbers(std::size_t index, Numbers value) {
+  if (!on_host(value.device)) {
+    kernels::first_nonfinite(value, bad_.as<std::int32_t>() + index, stream_);
+  }
+  copy(value, place(index));
+  if (at_.order[index].role != WeightId::Role::kEmbedding || !at_.model.tied_embeddings) return;
+  copy_bytes(at_.head.data, device_, place(index), device_, value.shape[0] * value.shape[1] * 2,
+             stream_);
+}
+
+/// Codes on the device, there until the next call.
+DeviceWeights::Codes DeviceWeights::on_device(const Codes& codes) {
+  if (!on_host(codes.codes.device)) return codes;
+  const auto rows = [&](const TensorView<const std::uint8_t, 2>& from, const Buffer& to) {
+    upload(from, to.as<void>());
+    return rows_at<const std::uint8_t>(to.as<void>(), from.shape[0], from.shape[1], device_);
+  };
+  Codes there = {rows(codes.codes, codes_), rows(codes.scales, scales_), {}};
+  if (codes.global.empty()) return there;
+  upload(TensorView<const float, 2>{codes.global.data, {1, 1}, {1, 1}}, global_.as<void>());
+  there.global = {global_.as<float>(), {codes.codes.shape[0]}, {0}, device_};
+  return there;
+}
+
+/// What the codes are worth, on the device, until the next call.
+DeviceWeights::Numbers DeviceWeights::numbers_of(std::size_t index, const Codes& value) {
+  const auto [rows, cols] = weight_shape(at_.model, at_.order[index].role);
+  const Quantizer& rule = at_.contract.weight;
+  const auto numbers = rows_at<Bf16>(numbers_.as<void>(), rows, cols, device_);
+  if (!on_host(value.codes.device)) {
+    kernels::dequantize({.codes = value, .rule = rule, .bf16 = numbers}, stream_);
+    return numbers;
+  }
+  on_host_.resize(static_cast<std::size_t>(rows * cols));
+  const TensorView<Bf16, 2> here = {on_host_.data(), {rows, cols}, {cols, 1}};
+  kernels::dequantize({.codes = value, .rule = rule, .bf16 = here});
+  upload(Numbers(here), numbers.data);
+  return numbers;
+}
+
+void DeviceWeights::put_codes(std::size_t index, const Codes& value, bool probe) {
+  const WeightId& id = at_.order[index];
+  const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+  if (layer.format == ExpertFormat::kCodeBf16) {
+    const Numbers numbers = numbers_of(index, value);
+    const auto lies = rows_at<Bf16>(place(index), numbers.shape[0], numbers.shape[1], device_);
+    if (compares_) {
+      kernels::count_flips(numbers, Numbers(lies), flips_of(id.layer), stream_);
+      flips_[static_cast<std::size_t>(id.layer.value)].values +=
+          numbers.shape[0] * numbers.shape[1];
+    }
+    kernels::Crc32cList placed(device_, stream_);
+    placed.add({bytes_of(numbers.data, numbers.shape[0], numbers.shape[1], device_)});
+    placed_[index] = placed.run()[0];
+    sent_[index] = crc_of(value, stream_);
+    copy(numbers, lies.data);
+    if (probe) this->probe(index, numbers);
+    return;
+  }
+  const Codes codes = on_device(value);
+  if (layer.format == ExpertFormat::kW4a4) {
+    const kernels::W4a4Weights& to =
+        id.role == WeightId::Role::kGateUp ? layer.gate_up_codes : layer.down_codes;
+    if (compares_) {
+      compare(id.layer, codes);
+      kernels::count_flips(codes, to, id.expert.value, flips_of(id.layer), stream_);
+    }
+    kernels::w4a4_fill(to, id.expert.value, 0, codes, stream_, at_.contract.weight);
+  } else {
+    const PackedView<std::uint8_t> to = mx_place(id);
+    if (compares_) {
+      compare(id.layer, codes);
+      kernels::count_flips(codes, to, flips_of(id.layer), stream_);
+    }
+    copy(codes.codes, to.codes.data);
+    copy(codes.scales, to.scales.data);
+  }
+  if (!probe) return;
+  const auto [rows, cols] = weight_shape(at_.model, id.role);
+  const auto numbers = rows_at<Bf16>(numbers_.as<void>(), rows, cols, device_);
+  kernels::dequantize({.codes = codes, .rule = at_.contract.weight, .bf16 = numbers}, stream_);
+  this->probe(index, numbers);
+}
+
+/// How many there are to be compared.
+void DeviceWeights::compare(Layer layer, const Codes& value) {
+  WeightFlips& flips = flips_[static_cast<std::size_t>(layer.value)];
+  flips.codes += 2 * value.codes.shape[0] * value.codes.shape[1];
+  flips.blocks += value.scales.shape[0] * value.scales.shape[1];
+}
+
+/// y [1, out] = the probe's x times the weight where the kernels will read it.
+void DeviceWeights::multiply(std::size_t index, std::int64_t in, TensorView<float, 2> y) {
+  const WeightId& id = at_.order[index];
+  const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+  const Probed& probed = probed_.at(in);
+  const bool up = id.role == WeightId::Role::kGateUp;
+  const auto x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_);
+  const std::int64_t out = y.shape[1];
+  if (layer.format == ExpertFormat::kW4a4) {
+    const Quantizer& rule = at_.contract.activation;
+    kernels::W4a4Weights w = up ? layer.gate_up_codes : layer.down_codes;
+    w.data = w.expert(id.expert.value);
+    w.experts = 1;
+    const Codes a = {
+        rows_at<const std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
+        rows_at<const std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
+        {probed.global.as<float>(), {1}, {1}, device_}};
+    kernels::w4a4({.a = a, .w = w, .out = y, .rule = rule}, stream_);
+    return;
+  }
+  kernels::PackedMatrix w = {other_numbers_.as<Bf16>(), out, in, device_};
+  if (layer.format == ExpertFormat::kMx) {
+    kernels::dequantize({.codes = PackedView<const std::uint8_t>(mx_place(id)),
+                         .rule = at_.contract.weight,
+                         .bf16 = rows_at<Bf16>(w.data, out, in, device_)},
+                        stream_);
+  } else {
+    w = at_.homes[index].packed;
+  }
+  kernels::linear_bf16({.x = x, .weight = w, .y = y}, stream_);
+}
+
+void DeviceWeights::probe(std::size_t index, Numbers worth) {
+  const auto [out, in] = worth.shape;
+  Probed& probed = probed_[in];
+  if (probed.x.bytes() == 0) {
+    const std::vector<Bf16> x = probe_row(in);
+    const Quantizer& rule = at_.contract.activation;
+    probed.x = Buffer(device_, 2 * in, stream_);
+    copy_bytes(probed.x.as<void>(), device_, x.data(), {}, 2 * in, stream_);
+    synchronize(device_, stream_);  // x ends here
+    probed.codes = Buffer(device_, rule.code_bytes(in), stream_);
+    probed.scales = Buffer(device_, rule.scale_cols(in), stream_);
+    probed.global = Buffer(device_, sizeof(float), stream_);
+    if (format(at_.order[index]) == ExpertFormat::kW4a4) {
+      kernels::quantize(
+          {.x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_),
+           .rule = rule,
+           .out = {rows_at<std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
+                   rows_at<std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
+                   {probed.global.as<float>(), {1}, {1}, device_}}},
+          stream_);
+    }
+  }
+  const auto y = rows_at<float>(y_.as<void>(), 1, out, device_);
+  multiply(index, in, y);
+  probe_sums({.x = probed.x.as<Bf16>(),
+              .worth = worth,
+              .y = y.data,
+              .sums = errors_.as<double>() + 2 * probes_.size()},
+             stream_);
+  probes_.push_back(index);
+}
+
+template <typename T>
+std::vector<T> DeviceWeights::read(const Buffer& from) const {
+  std::vector<T> values(static_cast<std::size_t>(from.bytes()) / sizeof(T));
+  copy_bytes(values.data(), {}, from.as<void>(), device_, from.bytes(), stream_);
+  synchronize(device_, stream_);
+  return values;
+}
+
+std::vector<std::uint32_t> DeviceWeights::commit() {
+  std::vector<std::uint32_t> crcs = list_.run();
+  const auto bad = read<std::int32_t>(bad_);
+  const auto errors = read<double>(errors_);
+  const auto counts = read<std::int64_t>(counts_);
+  for (std::size_t i = 0; i < bad.size(); ++i) {
+    const std::int64_t rows = weight_shape(at_.model, at_.order[i].role)[0];
+    if (bad[i] >= rows) continue;
+    throw Error(cat({"weight ", to_string(at_.order[i]), " is not finite in row ", bad[i],
+                     "; every weight must be finite"}));
+  }
+  for (std::size_t i = 0; i < probes_.size(); ++i) {
+    const double norm = errors[2 * i + 1];
+    const double error = norm > 0 ? std::sqrt(errors[2 * i] / norm) : 0;
+    probe_error_ = std::max(probe_error_, error);
+    require_probe(at_.order[probes_[i]], error);
+  }
+  for (std::size_t l = 0; l < flips_.size(); ++l) {
+    const std::int64_t* of = counts.data() + l * kernels::kNumFlipCounts;
+    flips_[l].flips = of[kernels::kCodeFlips];
+    flips_[l].adjacent = of[kernels::kAdjacentFlips];
+    flips_[l].scale_flips = of[kernels::kScaleFlips];
+    flips_[l].value_flips = of[kernels::kValueFlips];
+  }
+  const std::uint32_t head = crcs.back();
+  crcs.resize(at_.order.size());
+  for (std::size_t i = 0; i < crcs.size(); ++i) {
+    const WeightId& id = at_.order[i];
+    if (format(id) == ExpertFormat::kMx) crcs[i] = checksum_with_global(crcs[i], 1.0f);
+    if (format(id) == ExpertFormat::kCodeBf16) {
+      crcs[i] = crcs[i] == placed_[i] ? sent_[i] : ~sent_[i];
+    }
+    const bool tied = id.role == WeightId::Role::kEmbedding && at_.model.tied_embeddings;
+    if (tied && head != crcs[i]) crcs[i] = ~crcs[i];
+  }
+  return crcs;
+}
+
+}  // namespace lockstep::rollout

@@ -1,0 +1,98 @@
+/// What Weights does where its memory is a CUDA device's.
+#pragma once
+
+#include <array>
+#include <map>
+#include <vector>
+
+#include "device/memory.h"
+#include "device/stream.h"
+#include "kernels/exact/crc32c.h"
+#include "rollout/weights.h"
+
+namespace lockstep::rollout {
+
+/// Puts weights into their places, from the host through pinned memory or from the device. Nobody
+/// waits before commit(), but for pinned memory that is still being read.
+class DeviceWeights {
+ public:
+  /// Everything stays with the caller, whose memory it is.
+  struct Places {
+    const ModelConfig& model;
+    const Contract& contract;
+    const std::vector<WeightId>& order;
+    const std::vector<WeightHome>& homes;  // of what is kept in BF16
+    const std::vector<LayerWeights>& layers;
+    const kernels::PackedMatrix& head;
+  };
+  DeviceWeights(const Places& places, Device device, Stream stream);
+
+  /// `compare`: flips are counted against what lies there.
+  void begin(bool compare);
+  /// `weight` is checked but for numbers that lie on the device.
+  void put(std::size_t index, const Weight& weight, bool probe);
+  /// CRC32C of each as it lies, in the form in which it came. Waits. Throws Error naming a weight
+  /// from the device that is not finite, or one that a product finds not to lie as it should.
+  std::vector<std::uint32_t> commit();
+
+  /// After commit(): of each layer, empty where nothing was compared; and the worst, -1: none.
+  const std::vector<WeightFlips>& flips() const { return flips_; }
+  double probe_error() const { return probe_error_; }
+
+ private:
+  using Codes = PackedView<const std::uint8_t>;
+  using Numbers = TensorView<const Bf16, 2>;
+
+  template <typename T>
+  void upload(TensorView<const T, 2> from, void* to);
+  template <typename T>
+  void copy(TensorView<const T, 2> from, T* to);
+  void put_numbers(std::size_t index, Numbers value);
+  Codes on_device(const Codes& codes);
+  Numbers numbers_of(std::size_t index, const Codes& value);
+  void put_codes(std::size_t index, const Codes& value, bool probe);
+  void compare(Layer layer, const Codes& value);
+  void probe(std::size_t index, Numbers worth);
+  void multiply(std::size_t index, std::int64_t in, TensorView<float, 2> y);
+  Bf16* place(std::size_t index) const;
+  PackedView<std::uint8_t> mx_place(const WeightId& id) const;
+  void list_all();
+  ExpertFormat format(const WeightId& id) const;
+  std::int64_t* flips_of(Layer layer) const;
+
+  template <typename T>
+  std::vector<T> read(const Buffer& from) const;
+
+  Places at_;
+  Device device_;
+  Stream stream_;
+
+  struct Half {
+    PinnedBuffer memory;
+    Event read;
+  };
+  std::array<Half, 2> halves_;
+  std::size_t next_half_ = 0;
+  Buffer codes_, scales_, global_;  // of a weight on its way from the host
+  Buffer numbers_, other_numbers_;  // what its codes are worth
+  std::vector<Bf16> on_host_;
+
+  struct Probed {
+    Buffer x, codes, scales, global;
+  };
+  std::map<std::int64_t, Probed> probed_;  // by width
+  Buffer y_;
+  std::vector<std::size_t> probes_;  // weights, in the order of errors_
+  Buffer errors_;                    // two doubles a probe
+
+  kernels::Crc32cList list_;         // of all weights, then the head where it is the embedding
+  std::vector<std::uint32_t> sent_;  // of codes that are kept as numbers
+  std::vector<std::uint32_t> placed_;
+  Buffer bad_;     // [weights] the first row that is not finite
+  Buffer counts_;  // [L, kNumFlipCounts]
+  bool compares_ = false;
+  std::vector<WeightFlips> flips_;
+  double probe_error_ = -1;
+};
+
+}  // namespace lockstep::rollout
