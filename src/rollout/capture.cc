@@ -9,6 +9,7 @@
 #include "rollout/capture_device.h"
 #include "rollout/capture_rows.h"
 #include "rollout/forward.h"
+#include "rollout/kv_cache.h"
 #include "rollout/kv_rows.h"
 
 namespace lockstep::rollout {
@@ -50,6 +51,9 @@ struct Capture::Impl {
   }
 
   void want_places();
+  bool reads_pages(std::span<const LayerKv> layers) const;
+  void append_pages(std::span<const TokenKey> keys, std::span<const std::byte* const> pages,
+                    std::span<const LayerKv> layers);
   void append_kv(std::span<const TokenKey> of, std::span<const std::byte* const> cache_rows,
                  Place place, Encoding encoding);
 };
@@ -186,23 +190,29 @@ void Capture::Impl::append_kv(std::span<const TokenKey> of,
   sink->append(of, {place, layout, out});
 }
 
-void Capture::close(std::span<const Held> spans, std::span<const LayerKv> cache) {
-  if (impl_->sink == nullptr) return;
-  flush();
-  std::vector<TokenKey> keys, audit_keys;
-  std::vector<const std::byte*> pages, audit_pages;  // of each key
-  for (const Held& held : spans) {
-    for (std::int32_t i = 0; i < held.span.count; ++i) {
-      const TokenKey key = {held.span.id, held.span.first + i};
-      const auto page = static_cast<std::size_t>(key.position / cache[0].k.page_tokens);
-      keys.push_back(key);
-      pages.push_back(held.pages[page]);
-      if (!impl_->audited(key)) continue;
-      audit_keys.push_back(key);
-      audit_pages.push_back(held.pages[page]);
+/// Is there a record of K or V anywhere?
+bool Capture::Impl::reads_pages(std::span<const LayerKv> layers) const {
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    for (const Site site : {Site::kK, Site::kV}) {
+      const Place place = {Layer{static_cast<std::int32_t>(l)}, site};
+      if (!(site == Site::kK ? layers[l].k : layers[l].v).rule.quantizes()) continue;
+      if (agreement.encoding(place) != Encoding::kNone || audits(place)) return true;
     }
   }
-  std::vector<const std::byte*> rows;
+  return false;
+}
+
+/// `pages` [keys], each key's, on the host.
+void Capture::Impl::append_pages(std::span<const TokenKey> keys,
+                                 std::span<const std::byte* const> pages,
+                                 std::span<const LayerKv> layers) {
+  std::vector<TokenKey> audit_keys;
+  std::vector<const std::byte*> audit_pages, rows;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (!audited(keys[i])) continue;
+    audit_keys.push_back(keys[i]);
+    audit_pages.push_back(pages[i]);
+  }
   const auto locate = [&](std::span<const TokenKey> of, std::span<const std::byte* const> in,
                           const kernels::PagedKv& kv) {
     rows.resize(of.size());
@@ -211,20 +221,51 @@ void Capture::close(std::span<const Held> spans, std::span<const LayerKv> cache)
                 static_cast<std::int64_t>(of[i].position % kv.page_tokens) * kv.row_bytes;
     }
   };
-  for (std::size_t l = 0; l < cache.size() && !keys.empty(); ++l) {
+  for (std::size_t l = 0; l < layers.size(); ++l) {
     for (const Site site : {Site::kK, Site::kV}) {
       const Place place = {Layer{static_cast<std::int32_t>(l)}, site};
-      const kernels::PagedKv& kv = site == Site::kK ? cache[l].k : cache[l].v;
+      const kernels::PagedKv& kv = site == Site::kK ? layers[l].k : layers[l].v;
       if (!kv.rule.quantizes()) continue;
-      if (const Encoding kept = impl_->agreement.encoding(place); kept != Encoding::kNone) {
+      if (const Encoding kept = agreement.encoding(place); kept != Encoding::kNone) {
         locate(keys, pages, kv);
-        impl_->append_kv(keys, rows, place, kept);
+        append_kv(keys, rows, place, kept);
       }
-      if (audit_keys.empty() || !impl_->audits(place)) continue;
+      if (audit_keys.empty() || !audits(place)) continue;
       locate(audit_keys, audit_pages, kv);
-      impl_->append_kv(audit_keys, rows, place, Encoding::kCodes);
+      append_kv(audit_keys, rows, place, Encoding::kCodes);
     }
   }
+}
+
+void Capture::close(std::span<const Held> spans, KvCache& cache) {
+  if (impl_->sink == nullptr) return;
+  flush();
+  std::vector<TokenKey> keys;
+  std::vector<std::size_t> page_of;  // of each key, in `wanted`
+  std::vector<const std::byte*> wanted, pages;
+  const auto leave = [&] {
+    if (keys.empty()) return;
+    const std::span<const std::byte* const> there = cache.read(wanted);
+    pages.resize(keys.size());
+    for (std::size_t i = 0; i < keys.size(); ++i) pages[i] = there[page_of[i]];
+    impl_->append_pages(keys, pages, cache.layers());
+    keys.clear();
+    page_of.clear();
+    wanted.clear();
+  };
+  const bool reads = impl_->reads_pages(cache.layers());
+  for (const Held& held : spans) {
+    for (std::int32_t i = 0; reads && i < held.span.count; ++i) {
+      const TokenKey key = {held.span.id, held.span.first + i};
+      if (i == 0 || key.position % cache.page_tokens() == 0) {
+        if (std::ssize(wanted) == cache.pages_at_once()) leave();
+        wanted.push_back(held.pages[static_cast<std::size_t>(key.position / cache.page_tokens())]);
+      }
+      keys.push_back(key);
+      page_of.push_back(wanted.size() - 1);
+    }
+  }
+  leave();
   for (const Held& held : spans) impl_->sink->seal(held.span.id);
 }
 

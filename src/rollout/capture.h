@@ -14,7 +14,7 @@
 
 namespace lockstep::rollout {
 
-struct LayerKv;
+class KvCache;
 
 /// Takes what a pass reveals to the TraceSink: routes and activation records while it runs. K and V
 /// are read from the pages when a sequence is released.
@@ -72,8 +72,9 @@ class Capture {
     std::vector<const std::byte*> pages;
   };
 
-  /// Leaves the K and V records of finished spans, all at once, and seals them.
-  void close(std::span<const Held> spans, std::span<const LayerKv> cache);
+  /// Leaves the K and V records of finished spans, all at once or as many pages as the cache lets
+  /// the host read at once, and seals them.
+  void close(std::span<const Held> spans, KvCache& cache);
 
  private:
   struct Impl;

@@ -276,7 +276,7 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
     if (s.kind == Sequence::Kind::kScored && s.remaining() == 0)
       finish(s, s.trajectory.finish, held);
   }
-  capture.close(held, cache.layers());
+  capture.close(held, cache);
 }
 
 /// What a row of logits leads to: a next token, samples that begin, a log-prob.
@@ -407,7 +407,7 @@ void Engine::Impl::new_weights(WeightVersion now) {
       begin(s);
     }
   }
-  capture.close(held, cache.layers());
+  capture.close(held, cache);
 }
 
 // The door.
@@ -465,7 +465,7 @@ std::vector<Trajectory> Engine::abort() {
       impl_->give_up(s);
     }
   }
-  impl_->capture.close(held, impl_->cache.layers());
+  impl_->capture.close(held, impl_->cache);
   for (Scheduler::Waiting& waiting : impl_->scheduler.waiting()) {
     const std::int32_t samples = waiting.scored ? 1 : waiting.request.num_samples;
     for (std::int32_t i = waiting.first_sample; i < samples; ++i) {

@@ -2,10 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <vector>
 
 #include "base/error.h"
+#include "device/testing.h"
 
 namespace lockstep::rollout {
 namespace {
@@ -27,18 +27,28 @@ Agreement agreement(int kv_heads = 2, bool fp4 = true) {
   return a;
 }
 
-KvCache cache(std::int64_t frames, std::int64_t host, std::int32_t page_tokens = 4) {
+KvCache cache(std::int64_t frames, std::int64_t host, Device device = {}) {
   const Agreement a = agreement();
-  const std::int64_t bytes = cache_layout(a, page_tokens)[0].k.page_bytes;
-  return KvCache(
-      a, {.cache_bytes = frames * bytes, .swap_bytes = host * bytes, .page_tokens = page_tokens});
+  const std::int64_t bytes = cache_layout(a, 4)[0].k.page_bytes;
+  return KvCache(a, {.cache_bytes = frames * bytes, .swap_bytes = host * bytes, .page_tokens = 4},
+                 device);
 }
 
-void fill(KvCache& cache, Page page, int value) {
-  std::memset(const_cast<std::byte*>(cache.bytes(page)), value,
-              static_cast<std::size_t>(cache.page_bytes()));
-}
-int value(const KvCache& cache, Page page) { return std::to_integer<int>(cache.bytes(page)[7]); }
+/// The caches whose pages' bytes matter.
+class KvCacheOn : public ::testing::TestWithParam<Device> {
+ protected:
+  void fill(KvCache& cache, Page page, int value) {
+    ASSERT_FALSE(cache.on_host(page));
+    fill_bytes(const_cast<std::byte*>(cache.bytes(page)), GetParam(),
+               static_cast<std::uint8_t>(value), cache.page_bytes());
+  }
+  int value(KvCache& cache, Page page) {
+    const std::byte* const where = cache.bytes(page);
+    const std::byte* const bytes = cache.read(std::span(&where, 1))[0];
+    EXPECT_EQ(bytes[0], bytes[cache.page_bytes() - 1]);
+    return std::to_integer<int>(bytes[7]);
+  }
+};
 
 // Heads 3, 4 and 8: rows of all layers, K and V, lie apart and inside their page.
 TEST(KvCache, R47_RowsLieApartForAnyNumberOfHeads) {
@@ -94,8 +104,8 @@ TEST(KvCache, GivesEveryFrameOnceAndTakesItBack) {
   EXPECT_EQ(c.take(), kNoPage);
 }
 
-TEST(KvCache, WhoWritesIntoASharedPageCopiesItFirst) {
-  KvCache c = cache(3, 0);
+TEST_P(KvCacheOn, WhoWritesIntoASharedPageCopiesItFirst) {
+  KvCache c = cache(3, 0, GetParam());
   const Page page = c.take();
   fill(c, page, 5);
   c.share(page);
@@ -108,8 +118,8 @@ TEST(KvCache, WhoWritesIntoASharedPageCopiesItFirst) {
 }
 
 // R52: what comes back from host memory is what went.
-TEST(KvCache, R52_ParkedPagesComeBackWithTheirBytes) {
-  KvCache c = cache(2, 2);
+TEST_P(KvCacheOn, R52_ParkedPagesComeBackWithTheirBytes) {
+  KvCache c = cache(2, 2, GetParam());
   const Page a = c.take(), b = c.take();
   fill(c, a, 1);
   fill(c, b, 2);
@@ -125,8 +135,8 @@ TEST(KvCache, R52_ParkedPagesComeBackWithTheirBytes) {
   EXPECT_EQ(value(c, other), 9);
 }
 
-TEST(KvCache, ASharedPageStaysWhileOneUserRuns) {
-  KvCache c = cache(2, 2);
+TEST_P(KvCacheOn, ASharedPageStaysWhileOneUserRuns) {
+  KvCache c = cache(2, 2, GetParam());
   const Page page = c.take();
   fill(c, page, 3);
   c.share(page);
@@ -141,8 +151,8 @@ TEST(KvCache, ASharedPageStaysWhileOneUserRuns) {
   EXPECT_EQ(c.free_frames(), 2);
 }
 
-TEST(KvCache, TheLastRunningUserOfASharedPageNeedsNoFrameToOwnIt) {
-  KvCache c = cache(1, 1);
+TEST_P(KvCacheOn, TheLastRunningUserOfASharedPageNeedsNoFrameToOwnIt) {
+  KvCache c = cache(1, 1, GetParam());
   const Page page = c.take();
   fill(c, page, 4);
   c.share(page);
@@ -155,8 +165,8 @@ TEST(KvCache, TheLastRunningUserOfASharedPageNeedsNoFrameToOwnIt) {
   EXPECT_EQ(value(c, page), 4);
 }
 
-TEST(KvCache, WithHostMemoryFullPagesLeaveWhenTheyCan) {
-  KvCache c = cache(2, 1);
+TEST_P(KvCacheOn, WithHostMemoryFullPagesLeaveWhenTheyCan) {
+  KvCache c = cache(2, 1, GetParam());
   const Page a = c.take(), b = c.take();
   fill(c, a, 1);
   fill(c, b, 2);
@@ -175,6 +185,31 @@ TEST(KvCache, WithHostMemoryFullPagesLeaveWhenTheyCan) {
   ASSERT_TRUE(c.unpark(b));
   EXPECT_EQ(value(c, b), 2);
 }
+
+/// Frames in a row, in another order, twice, and pages that are on the host.
+TEST_P(KvCacheOn, ReadsManyPagesAtOnceWhereverTheyLie) {
+  KvCache c = cache(8, 2, GetParam());
+  std::vector<Page> pages;
+  for (int i = 0; i < 8; ++i) {
+    pages.push_back(c.take());
+    fill(c, pages.back(), 10 + i);
+  }
+  ASSERT_TRUE(c.park(pages[2]));
+  const std::vector<int> order = {0, 1, 7, 6, 5, 2, 3};
+  std::vector<const std::byte*> where;
+  for (const int i : order) where.push_back(c.bytes(pages[static_cast<std::size_t>(i)]));
+  EXPECT_GE(c.pages_at_once(), 7);
+  for (int again = 0; again < 2; ++again) {
+    const auto there = c.read(where);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      for (const std::int64_t at : {std::int64_t{0}, c.page_bytes() - 1}) {
+        EXPECT_EQ(std::to_integer<int>(there[i][at]), 10 + order[i]);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, KvCacheOn, ::testing::ValuesIn(devices()), name_of_device);
 
 TEST(KvCache, RecallsFullPagesOfTheSameTokensAndNames) {
   KvCache c = cache(4, 0);
