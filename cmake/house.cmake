@@ -1,6 +1,7 @@
 # One library a folder, from the files that lie in it:
 #   x.cc        always              x_test.cc   into <folder>_test
-#   x_cuda.cu   with LOCKSTEP_CUDA  x_bench.cc  into <folder>_bench
+#   x_cuda.cu, x_cuda.cc  with LOCKSTEP_CUDA
+#                                   x_bench.cc  into <folder>_bench
 #   x_cuda_bench.cc  with LOCKSTEP_CUDA into cuda_bench, of all folders together
 #   main.cc     the program         x_fuzz.cc   an executable x_fuzz of its own
 # The suffix decides, so CPU and CUDA builds share one rule and there is no list to keep.
@@ -15,7 +16,9 @@ function(lockstep_folder name)
   list(FILTER benches INCLUDE REGEX "_bench\\.cc$")
   list(FILTER benches EXCLUDE REGEX "_cuda_bench\\.cc$")
   list(FILTER fuzzers INCLUDE REGEX "_fuzz\\.cc$")
-  if(LOCKSTEP_CUDA)
+  if(NOT LOCKSTEP_CUDA)
+    list(FILTER sources EXCLUDE REGEX "_cuda\\.cc$")
+  else()
     file(GLOB_RECURSE cuda CONFIGURE_DEPENDS src/${name}/*_cuda.cu)
     list(APPEND sources ${cuda})
   endif()

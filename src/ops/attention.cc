@@ -4,7 +4,9 @@
 #include <memory>
 #include <tuple>
 
+#include "base/build.h"
 #include "base/parallel.h"
+#include "ops/cuda.h"
 #include "ops/round.h"
 
 namespace lockstep::ops {
@@ -133,6 +135,9 @@ struct Attention : Function<Attention> {
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const std::vector<Block>& blocks, const AttentionShape& shape) {
+  if constexpr (build::has_cuda) {
+    if (q.is_cuda()) return cuda::attention(q, k, v, blocks, shape);
+  }
   return Attention::apply(q, k, v, std::make_shared<const std::vector<Block>>(blocks), shape);
 }
 

@@ -2,7 +2,10 @@
 
 #include <cmath>
 
+#include "base/build.h"
 #include "base/parallel.h"
+#include "ops/cuda.h"
+#include "ops/device.h"
 #include "ops/round.h"
 
 namespace lockstep::ops {
@@ -289,15 +292,52 @@ struct SplitHeads : Function<SplitHeads> {
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Tensor& w, bool bf16) { return Linear::apply(x, w, bf16); }
+Tensor linear(const Tensor& x, const Tensor& w, bool bf16) {
+  if constexpr (build::has_cuda) {
+    if (x.is_cuda()) return cuda::linear(x, w, bf16);
+  }
+  return Linear::apply(x, w, bf16);
+}
 
-Tensor add(const Tensor& h, const Tensor& o, bool bf16) { return Add::apply(h, o, bf16); }
+Tensor add(const Tensor& h, const Tensor& o, bool bf16) {
+  if (h.is_cuda()) return at::add(h, o);  // of two BF16 tensors it is rounded
+  return Add::apply(h, o, bf16);
+}
+
+void product_out(const Tensor& a, const Tensor& b, const Tensor& out) {
+  if constexpr (build::has_cuda) {
+    if (a.is_cuda()) {
+      out.copy_(cuda::product(a, b));
+      return;
+    }
+  }
+  Tensor to = out;
+  at::mm_out(to, a, b);
+}
+
+Tensor product(const Tensor& a, const Tensor& b) {
+  if constexpr (build::has_cuda) {
+    if (a.is_cuda()) return cuda::product(a, b);
+  }
+  return at::mm(a, b);
+}
+
+void add_product(const Tensor& sum, const Tensor& a, const Tensor& b) {
+  if constexpr (build::has_cuda) {
+    if (a.is_cuda()) return cuda::add_product(sum, a, b);
+  }
+  Tensor to = sum;
+  to.addmm_(a, b);
+}
 
 Tensor rms_norm(const Tensor& x, const Tensor& w, double eps, bool bf16) {
+  if constexpr (build::has_cuda) {
+    if (x.is_cuda()) return cuda::rms_norm(x, w, eps);
+  }
   return RmsNorm::apply(x, w, eps, bf16);
 }
 
-RopeTable::RopeTable(std::int64_t positions, std::int64_t head_dim, double theta)
+RopeTable::RopeTable(std::int64_t positions, std::int64_t head_dim, double theta, Device device)
     : cos(at::empty({positions, head_dim / 2}, at::kFloat)), sin(at::empty_like(cos)) {
   float* c = cos.data_ptr<float>();
   float* s = sin.data_ptr<float>();
@@ -310,10 +350,20 @@ RopeTable::RopeTable(std::int64_t positions, std::int64_t head_dim, double theta
       s[t * half + i] = static_cast<float>(std::sin(static_cast<double>(t) * frequency));
     }
   }
+  if (device.kind == Device::Kind::kCpu) return;
+  const auto table =
+      std::make_shared<kernels::RopeTable>(theta, static_cast<std::int32_t>(head_dim), device);
+  table->grow(static_cast<std::int32_t>(positions));
+  there = table;
+  cos = upload(cos, torch_device(device));
+  sin = upload(sin, torch_device(device));
 }
 
 Heads split_heads(const Tensor& qkv, const Tensor& q_norm, const Tensor& k_norm,
                   const RopeTable& rope, const Tensor& positions, const HeadShape& shape) {
+  if constexpr (build::has_cuda) {
+    if (qkv.is_cuda()) return cuda::split_heads(qkv, q_norm, k_norm, rope, positions, shape);
+  }
   const variable_list out =
       SplitHeads::apply(qkv, q_norm, k_norm, rope.cos, rope.sin, positions, shape);
   return {out[0], out[1], out[2]};

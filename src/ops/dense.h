@@ -1,14 +1,23 @@
-/// The dense parts of a layer, each with its gradient. All tensors are FP32 on the CPU and
-/// contiguous; with `bf16` results are rounded to BF16 numbers and the gradient of that rounding
-/// is the identity.
+/// The dense parts of a layer, each with its gradient, on the device of their tensors, which are
+/// contiguous. With `bf16` results are rounded to BF16 numbers and the gradient of that rounding is
+/// the identity. On a CPU all tensors are FP32; ops/cuda.h tells of those on a CUDA device.
 #pragma once
 
+#include <memory>
+
+#include "device/view.h"
+#include "kernels/dense/rope.h"
 #include "ops/torch.h"
 
 namespace lockstep::ops {
 
 /// x * w^T, rounded once.   [T, in], [out, in] -> [T, out]
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, bool bf16);
+
+/// Products outside of graphs, in FP32: a * b into `out`, or a new tensor, or added to `sum`.
+void product_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out);
+at::Tensor product(const at::Tensor& a, const at::Tensor& b);
+void add_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b);
 
 /// h + o, rounded.   [T, D]
 at::Tensor add(const at::Tensor& h, const at::Tensor& o, bool bf16);
@@ -18,9 +27,10 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps, bool b
 
 /// cos and sin of position * theta^(-2i/C), computed in double.
 struct RopeTable {
-  RopeTable(std::int64_t positions, std::int64_t head_dim, double theta);
+  RopeTable(std::int64_t positions, std::int64_t head_dim, double theta, Device device = {});
   at::Tensor cos;  // [positions, C / 2]
   at::Tensor sin;
+  std::shared_ptr<const kernels::RopeTable> there;  // for kernels, on a CUDA device
 };
 
 struct HeadShape {

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/build.h"
+#include "base/error.h"
 #include "base/parallel.h"
 #include "kernels/exact/mx_product.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/swiglu.h"
 #include "numerics/bf16.h"
+#include "ops/cuda.h"
 #include "ops/round.h"
 
 namespace lockstep::ops {
@@ -183,7 +186,8 @@ Tensor swiglu_bf16(const Tensor& gate_up, const Sorted& sorted, const Rounding& 
   };
   copy_rows(numbers.data(), sorted.row_of,
             [&](const Bf16* row, std::int64_t at) { std::copy_n(row, f, pairs.data() + at); });
-  rounding({pairs.data(), {rows, f}, {f, 1}});
+  const TensorView<Bf16, 2> all = {pairs.data(), {rows, f}, {f, 1}};
+  rounding(all, all);
   float* to = out.data_ptr<float>();
   copy_rows(pairs.data(), sorted.pair_of, [&](const Bf16* row, std::int64_t at) {
     std::transform(row, row + f, to + at, [](Bf16 x) { return to_float(x); });
@@ -312,10 +316,21 @@ struct Experts : Function<Experts> {
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
                const Tensor& experts, const Rounding& round_slots, bool bf16, const Coded& coded) {
+  if constexpr (build::has_cuda) {
+    if (x.is_cuda()) {
+      if (coded.gate_up != nullptr) {
+        throw Error("the rollout's own product in the trainer (QaRL) runs on the CPU only");
+      }
+      return cuda::experts(x, gates.contiguous(), w13, w2, experts, round_slots);
+    }
+  }
   return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16, coded);
 }
 
 Tensor choose_experts(const Tensor& p, std::int64_t k) {
+  if constexpr (build::has_cuda) {
+    if (p.is_cuda()) return cuda::choose_experts(p, k);
+  }
   const std::int64_t tokens = p.size(0);
   const std::int64_t experts = p.size(1);
   Tensor out = at::empty({tokens, k}, at::kLong);

@@ -19,7 +19,7 @@ struct Coded {
 /// sum_k gate[t, k] * down_e(swiglu(gate_up_e(x[t]))), e = expert[t, k], in FP32 and slot order,
 /// rounded once with `bf16`.
 ///
-/// x [T, D], gates [T, K], w13 [E, 2F, D] (gate over up), w2 [E, D, F], all FP32; experts int64
+/// x [T, D], gates [T, K], w13 [E, 2F, D] (gate over up), w2 [E, D, F], as dense.h; experts int64
 /// [T, K]. The inputs of w2 are rounded to BF16 with `bf16`, and then by `round_slots` if there is
 /// one: it sees [T * K, F], the slots of a token in a row. Their gradient passes it by unchanged.
 /// Tokens are sorted by expert, so that each expert is one product.

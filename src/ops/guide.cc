@@ -4,6 +4,7 @@
 
 #include "base/parallel.h"
 #include "numerics/bf16.h"
+#include "ops/device.h"
 
 namespace lockstep::ops {
 namespace {
@@ -17,9 +18,15 @@ constexpr std::int64_t kGrain = 1 << 15;  // elements worth a task
 
 struct StraightThrough : Function<StraightThrough> {
   static Tensor forward(AutogradContext*, const Tensor& x, const Rounding& rounding) {
+    if (x.is_cuda()) {
+      const Tensor from = x.to(at::kBFloat16).contiguous(), to = at::empty_like(from);
+      rounding(view_of<const Bf16>(from), view_of<Bf16>(to));
+      return to.to(x.scalar_type());
+    }
     std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
     store_bf16(x, numbers.data());
-    rounding({numbers.data(), {x.size(0), x.size(1)}, {x.size(1), 1}});
+    const TensorView<Bf16, 2> all = {numbers.data(), {x.size(0), x.size(1)}, {x.size(1), 1}};
+    rounding(all, all);
     Tensor y = at::empty_like(x);
     load_bf16(numbers.data(), y);
     return y;

@@ -8,6 +8,7 @@
 #include "kernels/exact/residual.h"
 #include "numerics/bf16.h"
 #include "train/sites.h"
+#include "train/sites_later.h"
 
 namespace lockstep::train {
 
@@ -26,14 +27,19 @@ Tensor Sites::kv(Place place, const Tensor& x) const {
 ops::Rounding Sites::w2_in(Layer layer) const {
   const Place place = {layer, Site::kW2In};
   if (!imitates(place)) return {};
-  return [this, place](TensorView<Bf16, 2> x) { round(place, x); };
+  return [this, place](TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) {
+    round(place, from, to);
+  };
 }
 
 Tensor Sites::rounded(Place place, const Tensor& x) const {
   if (imitates(place)) {
-    return ops::straight_through(x, [&](TensorView<Bf16, 2> rows) { round(place, rows); });
+    return ops::straight_through(
+        x, [&](TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) { round(place, from, to); });
   }
-  if (audits(place)) {
+  if (audits(place) && x.is_cuda()) {
+    later_->audits.push_back({place, x.size(1), audited_there(x.detach()), {}});
+  } else if (audits(place)) {
     // An arm that does not round still learns how far its numbers are from the rollout's codes.
     std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
     ops::store_bf16(x.detach(), numbers.data());
@@ -93,8 +99,14 @@ void Sites::compensate(Place place, TensorView<Bf16, 2> x) const {
   kernels::add_residual(main.view, rest.view, rule, alpha, x);
 }
 
-/// x in place. Rows that no record covers are rounded at their own scale.
-void Sites::round(Place place, TensorView<Bf16, 2> x) const {
+/// Rows that no record covers are rounded at their own scale.
+void Sites::round(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const {
+  if (to.device.kind == Device::Kind::kCpu) return round_here(place, to);
+  round_there(place, from, to);
+}
+
+/// x in place.
+void Sites::round_here(Place place, TensorView<Bf16, 2> x) const {
   const std::int64_t width = x.shape[0] * x.shape[1] / std::max<std::int64_t>(pack_.rows(), 1);
   std::vector<Bf16> before;
   if (audits(place)) before = audited_rows(x.data, width);
@@ -120,12 +132,15 @@ void Sites::round(Place place, TensorView<Bf16, 2> x) const {
   kernels::guide(args);
 
   if (!before.empty()) audit(place, x.shape[1], before, audited_rows(x.data, width));
-  if (tally_ == nullptr || !follows(place)) return;
-  Tally::Guided& tally = tally_->of(place.site);
+  if (tally_ != nullptr && follows(place)) count(place.site, counts, x.shape[1]);
+}
+
+void Sites::count(Site site, std::span<const std::int64_t> counts, std::int64_t cols) const {
+  Tally::Guided& tally = tally_->of(site);
   tally.covered += counts[kernels::kCovered];
   tally.absent += counts[kernels::kAbsent];
   tally.moved += counts[kernels::kMoved];
-  tally.elements += counts[kernels::kCovered] * x.shape[1];
+  tally.elements += counts[kernels::kCovered] * cols;
 }
 
 /// The audit tokens' rows, `width` elements each.

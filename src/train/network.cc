@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/attention.h"
+#include "ops/device.h"
 #include "ops/experts.h"
 
 namespace lockstep::train {
@@ -13,21 +14,32 @@ using Role = WeightId::Role;
 
 // Logits that are held at once, in numbers.
 constexpr std::int64_t kLogits = std::int64_t{1} << 25;
+constexpr std::int64_t kLogitsOnDevice = std::int64_t{1} << 28;
 
 /// A leaf over the compute weights that lie from `id` on, whose gradient lies in the same place of
-/// `grads`.
+/// `grads`: in FP32, whatever the weights' type.
 Tensor leaf(const Parameters& parameters, const Floats& grads, const WeightId& id,
             at::IntArrayRef shape) {
   const std::int64_t offset = parameters.slot(id).offset;
-  Tensor weight = at::from_blob(parameters.compute.data() + offset, shape, at::kFloat);
+  const auto numbers = at::TensorOptions(ops::torch_device(parameters.device())).dtype(at::kFloat);
+  const bool narrow = parameters.compute_bf16.bytes() > 0;
+  Tensor weight = narrow ? at::from_blob(parameters.compute_bf16.as<Bf16>() + offset, shape,
+                                         numbers.dtype(at::kBFloat16))
+                         : at::from_blob(parameters.compute.data() + offset, shape, numbers);
   weight.requires_grad_(true);
-  weight.mutable_grad() = at::from_blob(grads.data() + offset, shape, at::kFloat);
+  weight.mutable_grad() = at::from_blob(grads.data() + offset, shape, numbers);
   return weight;
 }
 
-Tensor int64_tensor(const std::vector<std::int64_t>& values) {
-  return at::from_blob(const_cast<std::int64_t*>(values.data()),
-                       {static_cast<std::int64_t>(values.size())}, at::kLong);
+Tensor int64_tensor(const std::vector<std::int64_t>& values, const at::Device& device) {
+  return ops::upload(ops::over(values, at::kLong), device);
+}
+
+/// Copies to the host, and waits.
+void fetch(const Tensor& from, std::vector<float>& to) {
+  if (to.empty()) return;
+  const Tensor here = from.cpu().contiguous();
+  std::copy_n(here.const_data_ptr<float>(), to.size(), to.begin());
 }
 
 }  // namespace
@@ -64,6 +76,9 @@ Network::Network(const ModelConfig& config, const Parameters& parameters, const 
 }
 
 Tensor Network::embed(const Pack& pack) const {
+  if (embedding_.is_cuda()) {
+    return embedding_.index_select(0, ops::upload(ops::over(pack.token, at::kInt), device()));
+  }
   Tensor h = at::empty({pack.rows(), config_.hidden}, at::kFloat);
   const float* from = embedding_.data_ptr<float>();
   float* to = h.data_ptr<float>();
@@ -74,6 +89,12 @@ Tensor Network::embed(const Pack& pack) const {
 }
 
 void Network::embed_backward(const Tensor& dh, const Pack& pack) const {
+  if (dh.is_cuda()) {
+    const Tensor tokens = ops::upload(ops::over(pack.token, at::kInt), device()).to(at::kLong);
+    Tensor grad = embedding_grad_;
+    grad.index_put_({tokens}, dh.to(at::kFloat), /*accumulate=*/true);  // sorted, then added
+    return;
+  }
   const float* from = dh.data_ptr<float>();
   float* to = embedding_grad_.data_ptr<float>();
   const std::int64_t d = config_.hidden;
@@ -87,8 +108,7 @@ void Network::embed_backward(const Tensor& dh, const Pack& pack) const {
 Tensor Network::attention(std::int32_t layer, const Tensor& h, const Pack& pack,
                           const Sites& sites) const {
   const LayerWeights& w = layers_[static_cast<std::size_t>(layer)];
-  const Tensor positions =
-      at::from_blob(const_cast<std::int32_t*>(pack.position.data()), {pack.rows()}, at::kInt);
+  const Tensor positions = ops::upload(ops::over(pack.position, at::kInt), device());
   const Tensor x = ops::rms_norm(h, w.attention_norm, config_.rms_eps, bf16_);
   const ops::Heads heads =
       ops::split_heads(ops::linear(x, w.qkv, bf16_), w.q_norm, w.k_norm, rope_, positions,
@@ -134,25 +154,29 @@ namespace {
 
 /// Calls body(first, rows) on runs of rows whose logits fit.
 template <typename Body>
-void by_logits(std::int64_t rows, std::int64_t vocabulary, Body&& body) {
-  const std::int64_t step = std::max<std::int64_t>(kLogits / vocabulary, 1);
+void by_logits(std::int64_t rows, const Tensor& head, Body&& body) {
+  const std::int64_t most = head.is_cuda() ? kLogitsOnDevice : kLogits;
+  const std::int64_t step = std::max<std::int64_t>(most / head.size(0), 1);
   for (std::int64_t first = 0; first < rows; first += step) {
     body(first, std::min(step, rows - first));
   }
 }
 
 /// logits / temperature of rows [first, first + rows).
-Tensor scaled_logits(const Tensor& normed, const Tensor& head, const Pack& pack, std::int64_t first,
-                     std::int64_t rows) {
-  const Tensor temperature =
-      at::from_blob(const_cast<float*>(pack.temperature.data()) + first, {rows, 1}, at::kFloat);
-  return at::mm(normed.narrow(0, first, rows), head.t()).div_(temperature);
+Tensor scaled_logits(const Tensor& normed, const Tensor& head, const Tensor& temperature,
+                     std::int64_t first, std::int64_t rows) {
+  return ops::product(normed.narrow(0, first, rows), head.t())
+      .div_(temperature.narrow(0, first, rows));
 }
 
-/// [rows, k]
-Tensor top_tokens(const Pack& pack, std::int64_t first, std::int64_t rows) {
-  return at::from_blob(const_cast<std::int64_t*>(pack.top_token.data()) + first * pack.top,
-                       {rows, pack.top}, at::kLong);
+/// [scored, 1]
+Tensor temperatures(const Pack& pack, const at::Device& device) {
+  return ops::upload(ops::over(pack.temperature, at::kFloat), device).unsqueeze(1);
+}
+
+/// [scored, k]
+Tensor top_tokens(const Pack& pack, const at::Device& device) {
+  return int64_tensor(pack.top_token, device).view({-1, std::max<std::int64_t>(pack.top, 1)});
 }
 
 }  // namespace
@@ -162,70 +186,80 @@ Scores Network::score(const Tensor& h, const Pack& pack, bool with_grad) const {
   Scores scores;
   scores.logp.resize(pack.scored_row.size());
   scores.top_logp.resize(with_grad ? pack.top_token.size() : 0);
-  scores.x = h.detach().index_select(0, int64_tensor(pack.scored_row));
-  scores.log_sum = at::empty({rows}, at::kFloat);
+  scores.x = h.detach().index_select(0, int64_tensor(pack.scored_row, device()));
+  scores.log_sum = at::empty({rows}, h.options().dtype(at::kFloat));
   scores.x.requires_grad_(with_grad);
   {
     const at::AutoGradMode mode(with_grad);
     scores.normed = ops::rms_norm(scores.x, final_norm_, config_.rms_eps, bf16_);
   }
   const at::AutoGradMode none(false);
-  const Tensor tokens = int64_tensor(pack.scored_token);
-  by_logits(rows, config_.vocabulary, [&](std::int64_t first, std::int64_t count) {
-    const Tensor logits = scaled_logits(scores.normed, head_, pack, first, count);
+  const Tensor tokens = int64_tensor(pack.scored_token, device());
+  const Tensor temperature = temperatures(pack, device());
+  const Tensor top_token = top_tokens(pack, device());
+  const Tensor logp = at::empty_like(scores.log_sum),
+               entropy = at::zeros({}, logp.options().dtype(at::kDouble));
+  const Tensor top = at::empty(top_token.sizes(), logp.options());
+  by_logits(rows, head_, [&](std::int64_t first, std::int64_t count) {
+    const Tensor logits = scaled_logits(scores.normed, head_, temperature, first, count);
     const Tensor all = at::log_softmax(logits, -1);
-    const Tensor chosen =
-        all.gather(1, tokens.narrow(0, first, count).unsqueeze(1)).squeeze(1).contiguous();
-    std::copy_n(chosen.data_ptr<float>(), count, scores.logp.begin() + first);
+    logp.narrow(0, first, count)
+        .copy_(all.gather(1, tokens.narrow(0, first, count).unsqueeze(1)).squeeze(1));
     if (!scores.top_logp.empty()) {
-      const Tensor top = all.gather(1, top_tokens(pack, first, count)).contiguous();
-      std::copy_n(top.data_ptr<float>(), top.numel(), scores.top_logp.begin() + first * pack.top);
+      top.narrow(0, first, count).copy_(all.gather(1, top_token.narrow(0, first, count)));
     }
     scores.log_sum.narrow(0, first, count).copy_(at::logsumexp(logits, -1));
-    scores.entropy -= (all.exp() * all).sum(at::kDouble).item<double>();
+    entropy.sub_((all.exp() * all).sum(at::kDouble));
   });
+  fetch(logp, scores.logp);
+  fetch(top, scores.top_logp);
+  scores.entropy = entropy.item<double>();
   return scores;
 }
 
 /// Adds to d [rows, V] what the top tokens' slopes give: sum_v slope_v (one-hot_v - softmax).
-void Network::add_top(const Tensor& d, const Scores& scores, const Pack& pack, std::int64_t first,
-                      std::span<const float> dtop) const {
+void Network::add_top(const Tensor& d, const Scores& scores, const Tensor& temperature,
+                      const Tensor& top_token, std::int64_t first, const Tensor& dtop) const {
   const std::int64_t rows = d.size(0);
-  const Tensor slope = at::from_blob(const_cast<float*>(dtop.data()) + first * pack.top,
-                                     {rows, pack.top}, at::kFloat);
-  Tensor p = scaled_logits(scores.normed, head_, pack, first, rows);
+  const Tensor slope = dtop.narrow(0, first, rows);
+  Tensor p = scaled_logits(scores.normed, head_, temperature, first, rows);
   p.sub_(scores.log_sum.narrow(0, first, rows).unsqueeze(1)).exp_();
   d.sub_(p.mul_(slope.sum(1, true)));
-  d.scatter_add_(1, top_tokens(pack, first, rows), slope);
+  d.scatter_add_(1, top_token.narrow(0, first, rows), slope);
 }
 
 Tensor Network::score_backward(const Scores& scores, const Pack& pack, std::span<const float> dlogp,
                                std::span<const float> dtop) const {
   const auto rows = static_cast<std::int64_t>(pack.scored_row.size());
-  Tensor dnormed = at::empty_like(scores.normed);
+  const Tensor dnormed = at::empty(scores.normed.sizes(), scores.log_sum.options());
   {
     const at::AutoGradMode none(false);
-    const Tensor tokens = int64_tensor(pack.scored_token);
-    const Tensor upstream = at::from_blob(const_cast<float*>(dlogp.data()), {rows, 1}, at::kFloat);
-    by_logits(rows, config_.vocabulary, [&](std::int64_t first, std::int64_t count) {
+    const Tensor tokens = int64_tensor(pack.scored_token, device());
+    const Tensor temperature = temperatures(pack, device());
+    const Tensor top_token = top_tokens(pack, device());
+    const auto slopes = [&](std::span<const float> values, at::IntArrayRef shape) {
+      return ops::upload(at::from_blob(const_cast<float*>(values.data()), shape, at::kFloat),
+                         device());
+    };
+    const Tensor upstream = slopes(dlogp, {rows, 1});
+    const Tensor top_slopes = dtop.empty() ? Tensor() : slopes(dtop, {rows, pack.top});
+    by_logits(rows, head_, [&](std::int64_t first, std::int64_t count) {
       // d logp / d logits = (one-hot - softmax) / temperature
-      Tensor d = scaled_logits(scores.normed, head_, pack, first, count);
+      Tensor d = scaled_logits(scores.normed, head_, temperature, first, count);
       d.sub_(scores.log_sum.narrow(0, first, count).unsqueeze(1)).exp_().neg_();
-      d.scatter_add_(1, tokens.narrow(0, first, count).unsqueeze(1), at::ones({count, 1}));
+      d.scatter_add_(1, tokens.narrow(0, first, count).unsqueeze(1),
+                     at::ones({count, 1}, d.options()));
       d.mul_(upstream.narrow(0, first, count));
-      if (!dtop.empty()) add_top(d, scores, pack, first, dtop);
-      d.div_(at::from_blob(const_cast<float*>(pack.temperature.data()) + first, {count, 1},
-                           at::kFloat));
-      Tensor out = dnormed.narrow(0, first, count);
-      at::mm_out(out, d, head_);
-      Tensor grad = head_grad_;
-      grad.addmm_(d.t(), scores.normed.detach().narrow(0, first, count));
+      if (!dtop.empty()) add_top(d, scores, temperature, top_token, first, top_slopes);
+      d.div_(temperature.narrow(0, first, count));
+      ops::product_out(d, head_, dnormed.narrow(0, first, count));
+      ops::add_product(head_grad_, d.t(), scores.normed.detach().narrow(0, first, count));
     });
   }
-  scores.normed.backward(dnormed);
-  Tensor dh = at::zeros({pack.rows(), config_.hidden}, at::kFloat);
+  scores.normed.backward(dnormed.to(scores.normed.scalar_type()));
+  Tensor dh = at::zeros({pack.rows(), config_.hidden}, scores.x.options());
   // Rows are distinct: a copy, not a sum.
-  return dh.index_copy_(0, int64_tensor(pack.scored_row), scores.x.grad());
+  return dh.index_copy_(0, int64_tensor(pack.scored_row, device()), scores.x.grad());
 }
 
 }  // namespace lockstep::train

@@ -62,8 +62,9 @@ class Network {
  private:
   at::Tensor attention(std::int32_t layer, const at::Tensor& h, const Pack& pack,
                        const Sites& sites) const;
-  void add_top(const at::Tensor& d, const Scores& scores, const Pack& pack, std::int64_t first,
-               std::span<const float> dtop) const;
+  void add_top(const at::Tensor& d, const Scores& scores, const at::Tensor& temperature,
+               const at::Tensor& top_token, std::int64_t first, const at::Tensor& dtop) const;
+  at::Device device() const { return embedding_.device(); }
   at::Tensor mlp(std::int32_t layer, const at::Tensor& h, const Sites& sites) const;
 
   const ModelConfig& config_;

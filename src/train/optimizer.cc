@@ -5,7 +5,9 @@
 #include <numbers>
 #include <vector>
 
+#include "base/error.h"
 #include "base/parallel.h"
+#include "train/arrays.h"
 
 namespace lockstep::train {
 namespace {
@@ -33,6 +35,9 @@ double learning_rate(const Options& options, std::int64_t update) {
 }
 
 void add(const Floats& to, const Floats& from) {
+  if (to.device().kind != Device::Kind::kCpu) {
+    throw Error("gradients of several lanes on a CUDA device; there is one");
+  }
   float* sum = to.data();
   const float* part = from.data();
   parallel_for(to.size(), kChunk, [&](std::int64_t first, std::int64_t end) {
@@ -42,6 +47,9 @@ void add(const Floats& to, const Floats& from) {
 
 void sum_over_ranks(const Floats& numbers, Comm& comm) {
   if (comm.size() == 1) return;
+  if (numbers.device().kind != Device::Kind::kCpu) {
+    throw Error("gradients on a CUDA device are summed over one rank only; set device = \"cpu\"");
+  }
   const std::span<float> grads = numbers.all();
   std::vector<double> part;
   for (std::size_t first = 0; first < grads.size(); first += std::size_t{1} << 20) {
@@ -55,6 +63,7 @@ void sum_over_ranks(const Floats& numbers, Comm& comm) {
 
 double norm_of(const Floats& numbers) {
   const std::int64_t n = numbers.size();
+  if (numbers.device().kind != Device::Kind::kCpu) return std::sqrt(sum_of_squares(numbers));
   const float* grad = numbers.data();
   std::vector<double> parts(static_cast<std::size_t>((n + kChunk - 1) / kChunk));
   parallel_for(static_cast<std::int64_t>(parts.size()), 1, [&](std::int64_t from, std::int64_t to) {
@@ -84,6 +93,23 @@ void adamw(Parameters& parameters, const Floats& grads, const Options& options, 
   const auto root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(options.beta2, step)));
   const auto eps = static_cast<float>(options.eps);
   const auto clip = static_cast<float>(scale);
+  if (parameters.device().kind != Device::Kind::kCpu) {
+    return adamw_on_device({.weights = parameters.masters.data(),
+                            .moment1 = parameters.moment1.data(),
+                            .moment2 = parameters.moment2.data(),
+                            .grads = grads.data(),
+                            .count = parameters.size(),
+                            .beta1 = beta1,
+                            .beta2 = beta2,
+                            .rest1 = rest1,
+                            .rest2 = rest2,
+                            .keep = keep,
+                            .rate = rate,
+                            .root = root,
+                            .eps = eps,
+                            .clip = clip},
+                           parameters.device());
+  }
   float* w = parameters.masters.data();
   float* m = parameters.moment1.data();
   float* v = parameters.moment2.data();

@@ -15,6 +15,7 @@
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
+#include "train/arrays.h"
 
 namespace lockstep::train {
 namespace {
@@ -37,21 +38,43 @@ bool continues(const WeightId& id) {
 
 }  // namespace
 
-Floats::Floats(std::int64_t size)
-    : data_(static_cast<float*>(
-          std::aligned_alloc(64, (static_cast<std::size_t>(size) * sizeof(float) + 64) / 64 * 64))),
-      size_(size) {
-  if (!data_) throw std::bad_alloc();
-  std::fill_n(data_.get(), size, 0.0f);
+Floats::Floats(std::int64_t size, Device device) : size_(size), device_(device) {
+  if (on_cpu()) {
+    data_.reset(static_cast<float*>(
+        std::aligned_alloc(64, (static_cast<std::size_t>(size) * sizeof(float) + 64) / 64 * 64)));
+    if (!data_) throw std::bad_alloc();
+  } else {
+    there_ = Buffer(device, size * static_cast<std::int64_t>(sizeof(float)));
+  }
+  zero();
 }
 
-Parameters::Parameters(const ModelConfig& config, Numbers numbers)
+void Floats::zero() const {
+  if (on_cpu()) {
+    std::fill_n(data_.get(), size_, 0.0f);
+  } else {
+    fill_bytes(there_.as<void>(), device_, 0, there_.bytes());
+  }
+}
+
+namespace {
+
+std::int64_t bf16_bytes(const Parameters::Numbers& numbers, Device device, std::int64_t size) {
+  const bool there = device.kind != Device::Kind::kCpu && numbers.bf16;
+  return there ? size * static_cast<std::int64_t>(sizeof(Bf16)) : 0;
+}
+
+}  // namespace
+
+Parameters::Parameters(const ModelConfig& config, Numbers numbers, Device device)
     : numbers_(std::move(numbers)),
+      device_(device),
       total_(place(slots_, 0, config)),
-      masters(total_),
-      compute(total_),
-      moment1(total_),
-      moment2(total_) {
+      masters(total_, device),
+      compute(bf16_bytes(numbers_, device, total_) > 0 ? 0 : total_, device),
+      compute_bf16(device, bf16_bytes(numbers_, device, total_)),
+      moment1(total_, device),
+      moment2(total_, device) {
   for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;
   if (numbers_.codes) make_room_for_codes(config);
 }
@@ -81,6 +104,22 @@ const Slot& Parameters::slot(const WeightId& id) const {
 
 std::span<float> Parameters::of(const Floats& numbers, const Slot& slot) const {
   return numbers.all().subspan(static_cast<std::size_t>(slot.offset), slot.count());
+}
+
+std::span<const float> Parameters::read(const Floats& numbers, const Slot& slot,
+                                        std::vector<float>& room) const {
+  if (device_.kind == Device::Kind::kCpu) return of(numbers, slot);
+  room.resize(slot.count());
+  copy_bytes(room.data(), {}, numbers.data() + slot.offset, device_,
+             static_cast<std::int64_t>(slot.count() * sizeof(float)));
+  synchronize(device_);
+  return room;
+}
+
+void Parameters::write(const Floats& numbers, const Slot& slot,
+                       std::span<const float> values) const {
+  copy_bytes(numbers.data() + slot.offset, device_, values.data(), {},
+             static_cast<std::int64_t>(values.size_bytes()));
 }
 
 ops::CodeMatrix Parameters::room_for_codes(std::int32_t experts, std::int32_t out,
@@ -172,15 +211,76 @@ void Parameters::fake_quantize(const Slot& slot) const {
   keep_codes(slot, packed);
 }
 
+bool Parameters::is_fp4(const Slot& slot) const {
+  return numbers_.fp4_experts && of_expert(slot.id.role) &&
+         numbers_.contract.layers.has(slot.id.layer);
+}
+
+/// What quantize_weight() says of a weight, of all of them at once.
+void Parameters::check_finite() const {
+  const std::int64_t at = first_nonfinite(masters);
+  if (at < 0) return;
+  for (const Slot& slot : slots_) {
+    const std::int64_t inside = at - slot.offset;
+    if (inside < 0 || inside >= slot.rows * slot.cols) continue;
+    throw Error(to_string(slot.id) + ": [" + std::to_string(inside / slot.cols) + ", " +
+                std::to_string(inside % slot.cols) + "] is not finite");
+  }
+}
+
+/// The same numbers on a CUDA device: all are rounded at once, then the experts', in place.
+void Parameters::refresh_on_device() const {
+  check_finite();
+  Bf16* const rounded = compute_bf16.as<Bf16>();
+  if (!numbers_.bf16) {
+    copy_bytes(compute.data(), device_, masters.data(), device_, 4 * total_);
+  } else {
+    round_to_bf16(masters, rounded);
+  }
+  if (!numbers_.fp4_experts) return;
+  const Quantizer& rule = numbers_.contract.weight;
+  std::int64_t codes = 0, scales = 0, mantissas = 0, numbers = 0;
+  for (const Slot& slot : slots_) {
+    if (!is_fp4(slot)) continue;
+    codes = std::max(codes, slot.rows * rule.code_bytes(slot.cols));
+    scales = std::max(scales, rule.scale_rows(slot.rows) * rule.scale_cols(slot.cols));
+    mantissas = std::max(mantissas, slot.rows * rule.macro_cols(slot.cols));
+    numbers = std::max(numbers, slot.rows * slot.cols);
+  }
+  const Buffer code(device_, codes), scale(device_, scales), mantissa(device_, mantissas);
+  const Buffer global(device_, sizeof(float));
+  const Buffer own(device_, numbers_.bf16 ? 0 : numbers * std::int64_t{sizeof(Bf16)});
+  for (const Slot& slot : slots_) {
+    if (!is_fp4(slot)) continue;
+    const auto view = [&](const Buffer& bytes, std::int64_t rows, std::int64_t cols) {
+      return TensorView<std::uint8_t, 2>{
+          bytes.as<std::uint8_t>(), {rows, cols}, {cols, 1}, device_};
+    };
+    const PackedView<std::uint8_t> packed = {
+        .codes = view(code, slot.rows, rule.code_bytes(slot.cols)),
+        .scales = view(scale, rule.scale_rows(slot.rows), rule.scale_cols(slot.cols)),
+        .global = {global.as<float>(), {slot.rows}, {0}, device_},
+        .mantissas = view(mantissa, slot.rows, rule.macro_cols(slot.cols))};
+    Bf16* const at = numbers_.bf16 ? rounded + slot.offset : own.as<Bf16>();
+    const TensorView<Bf16, 2> bf16 = {at, {slot.rows, slot.cols}, {slot.cols, 1}, device_};
+    float* const wide = compute.data() + slot.offset;
+    if (!numbers_.bf16)
+      round_to_bf16(device_, masters.data() + slot.offset, bf16.data, slot.rows * slot.cols);
+    kernels::quantize({.x = bf16, .rule = rule, .out = packed});
+    kernels::dequantize({.codes = packed, .rule = rule, .bf16 = bf16});
+    if (!numbers_.bf16) widen(device_, bf16.data, wide, slot.rows * slot.cols);
+  }
+}
+
 void Parameters::refresh() {
+  if (device_.kind != Device::Kind::kCpu) return refresh_on_device();
   parallel_for(static_cast<std::int64_t>(slots_.size()), 1,
                [&](std::int64_t first, std::int64_t end) {
                  for (std::int64_t i = first; i < end; ++i) {
                    const Slot& slot = slots_[static_cast<std::size_t>(i)];
                    const std::span<float> master = of(masters, slot);
                    const std::span<float> out = of(compute, slot);
-                   if (numbers_.fp4_experts && of_expert(slot.id.role) &&
-                       numbers_.contract.layers.has(slot.id.layer)) {
+                   if (is_fp4(slot)) {
                      fake_quantize(slot);
                    } else if (numbers_.bf16) {
                      std::ranges::transform(master, out.begin(),
@@ -199,8 +299,9 @@ class MastersSource final : public WeightSource {
   explicit MastersSource(const Parameters& parameters) : parameters_(parameters) {}
 
   void each(const std::function<void(const Weight&)>& visit) const override {
+    std::vector<float> room;
     for (const Slot& slot : parameters_.slots()) {
-      const float* data = parameters_.of(parameters_.masters, slot).data();
+      const float* data = parameters_.read(parameters_.masters, slot, room).data();
       visit({slot.id, TensorView<const float, 2>{data, {slot.rows, slot.cols}, {slot.cols, 1}}});
     }
   }
@@ -222,7 +323,9 @@ class MastersSink final : public WeightSink {
   void put(const Weight& weight) override {
     if (!missing_) throw Error("put before begin: " + to_string(weight.id));
     const Slot& slot = parameters_.slot(weight.id);
-    const std::span<float> to = parameters_.of(parameters_.masters, slot);
+    const bool here = parameters_.device().kind == Device::Kind::kCpu;
+    std::vector<float> room(here ? 0 : slot.count());
+    const std::span<float> to = here ? parameters_.of(parameters_.masters, slot) : std::span(room);
     if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) {
       copy(slot, *f32, to, [](float x) { return x; });
     } else if (const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value)) {
@@ -230,6 +333,7 @@ class MastersSink final : public WeightSink {
     } else {
       throw Error(to_string(slot.id) + ": FP4 codes cannot become masters; give BF16 or FP32");
     }
+    if (!here) parameters_.write(parameters_.masters, slot, to);
     missing_->erase(weight.id);
   }
 
@@ -242,8 +346,9 @@ class MastersSink final : public WeightSink {
     missing_.reset();
     committed_();
     std::vector<std::uint32_t> crcs;
+    std::vector<float> room;
     for (const Slot& slot : parameters_.slots()) {
-      crcs.push_back(crc32c(std::as_bytes(parameters_.of(parameters_.masters, slot))));
+      crcs.push_back(crc32c(std::as_bytes(parameters_.read(parameters_.masters, slot, room))));
     }
     return crcs;
   }

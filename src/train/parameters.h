@@ -1,6 +1,6 @@
-/// All weights of a model in one FP32 array, so that an optimizer step, a norm or a checkpoint is a
-/// loop over numbers. Projections that share an input lie together: q, k and v are one matrix, and
-/// the experts of a layer are one stack.
+/// All weights of a model in one FP32 array on one device, so that an optimizer step, a norm or a
+/// checkpoint is a loop over numbers. Projections that share an input lie together: q, k and v are
+/// one matrix, and the experts of a layer are one stack.
 #pragma once
 
 #include <cstddef>
@@ -13,27 +13,36 @@
 #include <vector>
 
 #include "contract/contract.h"
+#include "device/memory.h"
 #include "model/config.h"
 #include "model/weights.h"
 #include "ops/code_matrix.h"
 
 namespace lockstep::train {
 
-/// Zeroed numbers at a fixed alignment: products of the same operands then have the same bits from
-/// run to run.
+/// Zeroed numbers on a device, at a fixed alignment: products of the same operands then have the
+/// same bits from run to run.
 class Floats {
  public:
-  explicit Floats(std::int64_t size);
-  float* data() const { return data_.get(); }
+  explicit Floats(std::int64_t size, Device device = {});
+  float* data() const { return on_cpu() ? data_.get() : there_.as<float>(); }
   std::int64_t size() const { return size_; }
+  Device device() const { return device_; }
+  void zero() const;
+
+  /// Of a CPU's.
   std::span<float> all() const { return {data_.get(), static_cast<std::size_t>(size_)}; }
 
  private:
+  bool on_cpu() const { return device_.kind == Device::Kind::kCpu; }
+
   struct Free {
     void operator()(float* data) const { std::free(data); }
   };
   std::unique_ptr<float, Free> data_;
   std::int64_t size_;
+  Device device_;
+  Buffer there_;  // on a CUDA device
 };
 
 struct Slot {
@@ -60,11 +69,18 @@ class Parameters {
     bool codes = false;  // are the experts' codes kept as well?
   };
 
-  Parameters(const ModelConfig& config, Numbers numbers);
+  /// Throws Error naming the bytes that a CUDA device has too little of.
+  Parameters(const ModelConfig& config, Numbers numbers, Device device = {});
+  Device device() const { return device_; }
 
   const std::vector<Slot>& slots() const { return slots_; }  // in weight_ids order
   const Slot& slot(const WeightId& id) const;
+  /// On a CPU.
   std::span<float> of(const Floats& numbers, const Slot& slot) const;
+  /// From and to any device: on a CPU what is read is the slot itself, else a copy in `room`.
+  std::span<const float> read(const Floats& numbers, const Slot& slot,
+                              std::vector<float>& room) const;
+  void write(const Floats& numbers, const Slot& slot, std::span<const float> values) const;
 
   /// Makes the compute weights from the masters: rounded to BF16, routed experts on to FP4 by the
   /// contract's own quantizer (and to BF16 where its values are not exact there). Once an update,
@@ -83,11 +99,15 @@ class Parameters {
   ops::CodeMatrix room_for_codes(std::int32_t experts, std::int32_t out, std::int32_t cols);
   void keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const;
   void fake_quantize(const Slot& slot) const;
+  bool is_fp4(const Slot& slot) const;
+  void refresh_on_device() const;
+  void check_finite() const;
 
   struct alignas(64) Line {
     std::byte bytes[64];
   };
   Numbers numbers_;
+  Device device_;
   std::vector<ExpertCodes> codes_;  // [L], or empty
   std::vector<std::vector<Line>> code_memory_;
   std::vector<Slot> slots_;
@@ -96,12 +116,13 @@ class Parameters {
 
  public:
   Floats masters;
-  Floats compute;
+  Floats compute;       // on a CPU, or where compute is not in BF16
+  Buffer compute_bf16;  // [size()] Bf16 on a CUDA device, where it is
   Floats moment1;
   Floats moment2;
 };
 
-/// Masters as a source, and what takes initial weights into them.
+/// Masters as a source of host copies, and what takes initial weights into them.
 std::unique_ptr<WeightSource> masters_source(const Parameters& parameters);
 std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed);
 

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "ops/experts.h"
+#include "train/sites_later.h"
 
 namespace lockstep::train {
 
@@ -19,11 +20,14 @@ Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const
       tally_(tally),
       reveal_(reveal),
       own_(own) {
+  if (tally != nullptr) later_ = std::make_unique<Later>();
   if (trace == nullptr || tally == nullptr) return;
   for (std::size_t i = 0; i < pack.keys.size(); ++i) {
     if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
   }
 }
+
+Sites::~Sites() = default;
 
 bool Sites::quantized(Place place) const {
   return agreement_.rule(place.site).quantizes() && agreement_.contract.layers.has(place.layer);
@@ -99,33 +103,46 @@ bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
 Tensor Sites::experts(Layer layer, const Tensor& p) const {
   const Tensor chosen = ops::choose_experts(p, agreement_.model.experts_per_token);
   if (own_.follow != nullptr) {
-    follow_own(layer, chosen);
+    follow(own(layer, chosen.size(1)), chosen);
   } else if (trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone) {
-    follow_records(layer, chosen);
+    follow(recorded(layer, chosen.size(1)), chosen);
   }
   if (own_.keep != nullptr) keep_own(layer, chosen);
   show_experts(layer, chosen);
   return chosen;
 }
 
-void Sites::follow_records(Layer layer, const Tensor& chosen) const {
+Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
   const Place place = {layer, Site::kRouter};
-  const std::int64_t k = chosen.size(1);
   const Encoding encoding = agreement_.encoding(place);
   const Records records = read(place, encoding);
   const auto width = static_cast<std::size_t>(records.layout.bytes());
-  std::int64_t* native = chosen.data_ptr<std::int64_t>();
-  std::vector<std::int64_t> recorded(static_cast<std::size_t>(k));
-  std::int64_t followed = 0, mismatched = 0;
-  for (std::size_t t = 0; t < records.present.size(); ++t) {
-    std::int64_t* row = native + static_cast<std::int64_t>(t) * k;
-    if (records.present[t] == 0 || !decode(&records.bytes[t * width], encoding, k,
-                                           agreement_.model.num_experts, recorded.data())) {
-      continue;
+  Choice choice = {std::vector<std::int64_t>(records.present.size() * static_cast<std::size_t>(k)),
+                   records.present};
+  std::int64_t* row = choice.experts.data();
+  for (std::size_t t = 0; t < records.present.size(); ++t, row += k) {
+    if (records.present[t] != 0 &&
+        !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts, row)) {
+      choice.present[t] = 0;
     }
-    ++followed;
-    mismatched += same_set(row, recorded.data(), k) ? 0 : 1;
-    std::ranges::copy(recorded, row);
+  }
+  return choice;
+}
+
+void Sites::follow(const Choice& choice, const Tensor& chosen) const {
+  if (chosen.is_cuda()) return follow_there(choice, chosen);
+  const std::int64_t k = chosen.size(1);
+  std::int64_t* native = chosen.data_ptr<std::int64_t>();
+  const std::int64_t* other = choice.experts.data();
+  std::int64_t followed = 0, mismatched = 0;
+  for (const std::uint8_t present : choice.present) {
+    if (present != 0) {
+      ++followed;
+      mismatched += same_set(native, other, k) ? 0 : 1;
+      std::copy_n(other, k, native);
+    }
+    native += k;
+    other += k;
   }
   count_routes(followed, mismatched);
 }
@@ -136,11 +153,10 @@ std::size_t Sites::route_at(Layer layer, std::int64_t position) const {
                                   agreement_.model.experts_per_token);
 }
 
-void Sites::follow_own(Layer layer, const Tensor& chosen) const {
-  const std::int64_t k = chosen.size(1);
-  std::int64_t* native = chosen.data_ptr<std::int64_t>();
-  std::vector<std::int64_t> kept(static_cast<std::size_t>(k));
-  std::int64_t followed = 0, mismatched = 0;
+Sites::Choice Sites::own(Layer layer, std::int64_t k) const {
+  const auto rows = static_cast<std::size_t>(pack_.rows());
+  Choice choice = {std::vector<std::int64_t>(rows * static_cast<std::size_t>(k)),
+                   std::vector<std::uint8_t>(rows)};
   for (std::size_t i = 0; i < pack_.start.size(); ++i) {
     const std::vector<std::uint16_t>& routes = (*own_.follow)[pack_.first + i];
     if (routes.empty()) continue;
@@ -148,18 +164,17 @@ void Sites::follow_own(Layer layer, const Tensor& chosen) const {
     for (std::int64_t row = pack_.start[i]; row < end; ++row) {
       const auto from =
           routes.begin() + static_cast<std::ptrdiff_t>(route_at(layer, row - pack_.start[i]));
-      std::copy_n(from, k, kept.begin());
-      ++followed;
-      mismatched += same_set(native + row * k, kept.data(), k) ? 0 : 1;
-      std::ranges::copy(kept, native + row * k);
+      std::copy_n(from, k, choice.experts.begin() + row * k);
+      choice.present[static_cast<std::size_t>(row)] = 1;
     }
   }
-  count_routes(followed, mismatched);
+  return choice;
 }
 
 void Sites::keep_own(Layer layer, const Tensor& chosen) const {
   const std::int64_t k = chosen.size(1);
-  const std::int64_t* all = chosen.data_ptr<std::int64_t>();
+  const Tensor here = chosen.cpu();
+  const std::int64_t* all = here.const_data_ptr<std::int64_t>();
   for (std::size_t i = 0; i < pack_.start.size(); ++i) {
     std::vector<std::uint16_t>& routes = (*own_.keep)[pack_.first + i];
     const std::int64_t end = i + 1 < pack_.start.size() ? pack_.start[i + 1] : pack_.rows();
@@ -183,7 +198,7 @@ void Sites::count_routes(std::int64_t followed, std::int64_t mismatched) const {
 void Sites::show(Place place, const Tensor& x) const {
   if (reveal_.sink == nullptr || pack_.keys.empty()) return;
   std::vector<Bf16> all(static_cast<std::size_t>(x.numel()));
-  ops::store_bf16(x.detach(), all.data());
+  ops::store_bf16(x.detach().to(at::kCPU, at::kFloat).contiguous(), all.data());
   const std::int64_t width = x.size(1);
   std::vector<Bf16> rows;
   rows.reserve(pack_.keys.size() * static_cast<std::size_t>(width));
@@ -199,7 +214,8 @@ void Sites::show_experts(Layer layer, const Tensor& chosen) const {
   if (reveal_.sink == nullptr || pack_.keys.empty()) return;
   const Place place = {layer, Site::kRouter};
   const std::int64_t k = chosen.size(1);
-  const std::int64_t* all = chosen.data_ptr<std::int64_t>();
+  const Tensor here = chosen.cpu();
+  const std::int64_t* all = here.const_data_ptr<std::int64_t>();
   std::vector<std::uint8_t> rows;
   for (const std::int64_t row : pack_.key_row) {
     for (std::int64_t j = 0; j < k; ++j) {

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "ops/guide.h"
@@ -35,6 +37,11 @@ class Sites {
   /// `trace` may be nullptr: nothing is followed. `tally` may be nullptr: nothing is counted.
   Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
         Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
+  ~Sites();
+
+  /// Adds to the tally what was counted on a CUDA device, for which it waits; call it once, when
+  /// the pass is through.
+  void settle() const;
 
   /// The contract's rule for what the experts read.
   const Quantizer& activation_rule() const { return agreement_.contract.activation; }
@@ -69,17 +76,28 @@ class Sites {
   std::int8_t exponent(Place place) const;
 
   at::Tensor rounded(Place place, const at::Tensor& x) const;
-  void round(Place place, TensorView<Bf16, 2> x) const;
+  void round(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
+  void round_here(Place place, TensorView<Bf16, 2> x) const;
+  void round_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
   bool compensates(Place place) const;
   void compensate(Place place, TensorView<Bf16, 2> x) const;
+  void count(Site site, std::span<const std::int64_t> counts, std::int64_t cols) const;
   void show(Place place, const at::Tensor& x) const;
   void show_experts(Layer layer, const at::Tensor& chosen) const;
-  void follow_records(Layer layer, const at::Tensor& chosen) const;
-  void follow_own(Layer layer, const at::Tensor& chosen) const;
+  /// Other experts than the router's, for some rows.
+  struct Choice {
+    std::vector<std::int64_t> experts;  // [rows, K]
+    std::vector<std::uint8_t> present;  // [rows]
+  };
+  Choice recorded(Layer layer, std::int64_t k) const;
+  Choice own(Layer layer, std::int64_t k) const;
+  void follow(const Choice& choice, const at::Tensor& chosen) const;
+  void follow_there(const Choice& choice, const at::Tensor& chosen) const;
   void keep_own(Layer layer, const at::Tensor& chosen) const;
   std::size_t route_at(Layer layer, std::int64_t position) const;
   void count_routes(std::int64_t followed, std::int64_t mismatched) const;
   std::vector<Bf16> audited_rows(const Bf16* x, std::int64_t width) const;
+  at::Tensor audited_there(const at::Tensor& x) const;
   void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
              const std::vector<Bf16>& after) const;
 
@@ -91,6 +109,8 @@ class Sites {
   Reveal reveal_;
   OwnRoutes own_;
   std::vector<std::size_t> audited_;  // which of pack.keys
+  struct Later;
+  std::unique_ptr<Later> later_;  // with a tally
 };
 
 }  // namespace lockstep::train

@@ -155,7 +155,8 @@ TEST_P(SitesModes, SmallDriftLeavesTheRolloutsNumbers) {
     if (site == Site::kW2In) {
       std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
       ops::store_bf16(mine, numbers.data());
-      sites().w2_in(kLayer)({numbers.data(), {kTokens * 2, cols}, {cols, 1}});
+      const TensorView<Bf16, 2> all = {numbers.data(), {kTokens * 2, cols}, {cols, 1}};
+      sites().w2_in(kLayer)(all, all);
       guided = at::empty_like(x);
       ops::load_bf16(numbers.data(), guided);
     } else {

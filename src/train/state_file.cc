@@ -63,8 +63,9 @@ void write(std::ofstream& out, std::span<const std::byte> bytes) {
 
 void write_section(std::ofstream& out, const Parameters& parameters, const Floats& numbers) {
   std::uint32_t crc = 0;
+  std::vector<float> room;
   for (const Slot& slot : parameters.slots()) {
-    const auto bytes = std::as_bytes(parameters.of(numbers, slot));
+    const auto bytes = std::as_bytes(parameters.read(numbers, slot, room));
     crc = crc32c(bytes, crc);
     write(out, bytes);
   }
@@ -141,10 +142,13 @@ std::int64_t read_state(const std::filesystem::path& file, Parameters& parameter
   }
   for (int i = 0; i < kSections; ++i) {
     std::size_t at = 0;
+    std::vector<float> values;
     for (const Slot& slot : parameters.slots()) {
-      const std::span<float> to = parameters.of(section(parameters, i), slot);
-      std::memcpy(to.data(), part(i).data() + at, to.size_bytes());
-      at += to.size_bytes();
+      values.resize(slot.count());
+      const std::size_t size = values.size() * sizeof(float);
+      std::memcpy(values.data(), part(i).data() + at, size);
+      parameters.write(section(parameters, i), slot, values);
+      at += size;
     }
   }
   return static_cast<std::int64_t>(get_le<std::uint64_t>(bytes, 16));

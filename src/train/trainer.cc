@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/device.h"
 #include "ops/torch.h"
 #include "train/network.h"
 #include "train/optimizer.h"
@@ -46,11 +47,12 @@ Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Op
 
 /// Passes are spread over lanes: each has gradients of its own and computes on one thread, so that
 /// no thread waits for another within a layer. The lanes' sums are added in order. Their number
-/// follows from the model's size alone, so that the number of threads changes no bit.
+/// follows from the model's size alone, so that the number of threads changes no bit. On a CUDA
+/// device there is one.
 struct Lane {
   Lane(const ModelConfig& config, const Parameters& parameters, const ops::RopeTable& rope,
        bool bf16)
-      : grads(parameters.size()),
+      : grads(parameters.size(), parameters.device()),
         network(config, parameters, grads, rope, bf16),
         tally(config.num_layers) {}
 
@@ -66,16 +68,18 @@ constexpr std::int64_t kMaxLaneNumbers = std::int64_t{1} << 28;  // of gradients
 }  // namespace
 
 struct Trainer::Impl {
-  Impl(const Agreement& a, const Qat& q, const Options& o, Comm& c)
+  Impl(const Agreement& a, const Qat& q, const Options& o, Device device, Comm& c)
       : agreement(a),
         qat(q),
         options(o),
         comm(c),
-        parameters(a.model, numbers(a, q, o)),
-        rope(a.model.max_positions, a.model.head_dim, a.model.rope_theta),
+        parameters(a.model, numbers(a, q, o), device),
+        rope(a.model.max_positions, a.model.head_dim, a.model.rope_theta, device),
         source(masters_source(parameters)),
         sink(masters_sink(parameters, [this] { restart(); })) {
-    const std::int64_t fit = kMaxLaneNumbers / std::max<std::int64_t>(parameters.size(), 1);
+    const std::int64_t fit = device.kind == Device::Kind::kCpu
+                                 ? kMaxLaneNumbers / std::max<std::int64_t>(parameters.size(), 1)
+                                 : 1;
     for (std::int64_t i = 0; i < std::clamp<std::int64_t>(fit, 1, kMaxLanes); ++i) {
       lanes.push_back(std::make_unique<Lane>(agreement.model, parameters, rope, o.bf16));
     }
@@ -95,16 +99,15 @@ struct Trainer::Impl {
 
   void forget() {
     for (const auto& lane : lanes) {
-      std::ranges::fill(lane->grads.all(), 0.0f);
+      lane->grads.zero();
       lane->tally = Tally(agreement.model.num_layers);
     }
     norms.clear();
   }
 
   void restart() {
-    for (const Floats* numbers : {&parameters.moment1, &parameters.moment2}) {
-      std::ranges::fill(numbers->all(), 0.0f);
-    }
+    parameters.moment1.zero();
+    parameters.moment2.zero();
     updates = 0;
     forget();
     parameters.refresh();
@@ -237,9 +240,13 @@ void check_product(const Agreement& agreement, const Qat& qat, const Options& op
   }
 }
 
-void check(const Agreement& agreement, const Options& options, Device device) {
-  if (device.kind != Device::Kind::kCpu) {
-    throw Error("the trainer runs on the CPU only; set device = \"cpu\"");
+void check(const Agreement& agreement, const Qat& qat, const Options& options, Device device) {
+  const bool on_cpu = device.kind == Device::Kind::kCpu;
+  if (!on_cpu && qat.real_product) {
+    throw Error("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\"");
+  }
+  if (!on_cpu && qat.residual_alpha != 0.0f) {
+    throw Error("a residual in the trainer is computed on the CPU only; set device = \"cpu\"");
   }
   if (options.tokens_per_pass <= 0) {
     throw Error("tokens_per_pass is " + std::to_string(options.tokens_per_pass) +
@@ -282,6 +289,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
       total += loss(pack.first + i, {logp[i], top_logp[i]}, {dlogp[i], dtop_logp[i]});
     }
   }
+  sites.settle();
   if (scores.logp.empty()) return total;
 
   std::vector<float> upstream(scores.logp.size()), top_upstream(scores.top_logp.size());
@@ -298,10 +306,11 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
 
 Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
                  Comm& comm) {
-  check(agreement, options, device);
+  check(agreement, qat, options, device);
   check_product(agreement, qat, options);
+  ops::prepare_torch(device);
   keep_freed_memory();
-  impl_ = std::make_unique<Impl>(agreement, qat, options, comm);
+  impl_ = std::make_unique<Impl>(agreement, qat, options, device, comm);
 }
 
 Trainer::~Trainer() = default;
@@ -388,7 +397,7 @@ void Trainer::update() {
   const double limit = t.options.max_grad_norm;
   const double scale = limit > 0.0 && norm > limit ? limit / norm : 1.0;
   adamw(t.parameters, grads, t.options, t.updates, scale);
-  for (const auto& lane : t.lanes) std::ranges::fill(lane->grads.all(), 0.0f);
+  for (const auto& lane : t.lanes) lane->grads.zero();
   t.norms.push_back(norm);
   ++t.updates;
   t.parameters.refresh();

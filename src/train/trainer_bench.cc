@@ -1,9 +1,16 @@
 /// One training pass of the size that the demo uses: 10,000 tokens in short sequences.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <mutex>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "device/memory.h"
 #include "model/names.h"
 #include "train/testing.h"
 #include "train/trainer.h"
@@ -30,22 +37,28 @@ ModelConfig demo_model() {
 void give_random_weights(const ModelConfig& config, WeightSink& sink) {
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal(0.0f, 0.05f);
+  std::vector<float> some(1 << 20);  // drawn once: the large model has a thousand times as many
+  for (float& x : some) x = normal(random);
   sink.begin(WeightVersion{0}, ContractId{0});
   for (const WeightId& id : weight_ids(config)) {
     const auto [rows, cols] = weight_shape(config, id.role);
-    std::vector<float> values(static_cast<std::size_t>(rows * cols));
-    for (float& x : values) x = rows == 1 ? 1.0f : normal(random);
+    std::vector<float> values(static_cast<std::size_t>(rows * cols), 1.0f);
+    const std::size_t first = random();
+    for (std::size_t i = 0; rows > 1 && i < values.size(); ++i) {
+      values[i] = some[(first + i) % some.size()];
+    }
     sink.put({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
   }
   sink.commit();
 }
 
-std::vector<Trajectory> batch_of(const ModelConfig& config, std::size_t tokens) {
+std::vector<Trajectory> batch_of(const ModelConfig& config, std::size_t tokens,
+                                 std::size_t shortest = 40, std::size_t spread = 60) {
   std::mt19937_64 random(2);
   std::vector<Trajectory> batch;
   for (std::size_t total = 0; total < tokens; total += batch.back().tokens.size()) {
     Trajectory& t = batch.emplace_back();
-    const std::size_t length = 40 + random() % 60;
+    const std::size_t length = shortest + random() % spread;
     t.path = {{.id = SpanId{batch.size()}, .count = static_cast<std::int32_t>(length) - 1}};
     for (std::size_t i = 0; i < length; ++i) {
       t.tokens.push_back(static_cast<Token>(random() % static_cast<unsigned>(config.vocabulary)));
@@ -115,6 +128,129 @@ void log_probs(benchmark::State& state) {
   for (auto _ : state) benchmark::DoNotOptimize(trainer.logprobs(batch, nullptr));
 }
 BENCHMARK(log_probs)->Unit(benchmark::kMillisecond)->UseRealTime();
+
+/// 0.88 billion parameters, all but a tenth of them the experts'.
+ModelConfig large_model() {
+  ModelConfig config;
+  config.num_layers = 16;
+  config.hidden = 1024;
+  config.expert_width = 512;
+  config.num_experts = 32;
+  config.experts_per_token = 4;
+  config.num_heads = 16;
+  config.num_kv_heads = 4;
+  config.head_dim = 64;
+  config.vocabulary = 32000;
+  config.max_positions = 2048;
+  config.tied_embeddings = true;
+  return config;
+}
+
+/// Records that lie in memory, as those of a rollout that has just ended: a token's are some of a
+/// few.
+class KeptTrace final : public TraceSource {
+ public:
+  explicit KeptTrace(std::uint32_t num_experts) : random_(num_experts) {}
+
+  std::size_t read(std::span<const TokenKey> tokens, ContractId contract, Rows<std::byte> rows,
+                   std::span<std::uint8_t> present) const override {
+    const auto width = static_cast<std::size_t>(rows.layout.bytes());
+    const std::vector<std::byte>& kept = kept_of(contract, rows.place, rows.layout);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const auto at = static_cast<std::size_t>(tokens[i].position) % kKept * width;
+      std::memcpy(&rows.bytes[i * width], &kept[at], width);
+      present[i] = 1;
+    }
+    return tokens.size();
+  }
+  void prefetch(std::span<const TokenKey>) const override {}
+
+ private:
+  static constexpr std::size_t kKept = 64;
+
+  const std::vector<std::byte>& kept_of(ContractId contract, Place place,
+                                        const RowLayout& layout) const {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::byte>& kept = kept_[{place, layout.encoding}];
+    if (kept.empty()) {
+      kept.resize(kKept * static_cast<std::size_t>(layout.bytes()));
+      std::vector<TokenKey> keys;
+      for (std::size_t i = 0; i < kKept; ++i) {
+        keys.push_back({SpanId{1}, static_cast<std::int32_t>(i)});
+      }
+      std::vector<std::uint8_t> present(kKept);
+      random_.read(keys, contract, {place, layout, kept}, present);
+    }
+    return kept;
+  }
+
+  RandomTrace random_;
+  mutable std::mutex mutex_;
+  mutable std::map<std::pair<Place, Encoding>, std::vector<std::byte>> kept_;
+};
+
+/// A step of the large model on a CUDA device: two passes of 16,384 tokens and the update. One
+/// trainer imitates the rollout's weights alone; the other all of its quantizations, guided in the
+/// latter half of the layers and in all of them. They take turns.
+void steps_on_device(benchmark::State& state) {
+  constexpr Device kDevice{Device::Kind::kCuda, 0};
+  if (const std::string why = why_unusable(kDevice); !why.empty()) {
+    state.SkipWithError(why.c_str());
+    return;
+  }
+  const auto comm = Comm::single();
+  Agreement half;
+  half.model = large_model();
+  half.contract = contracts::lockstep(half.model.num_layers);
+  half.contract.kv_exponents.assign(2 * 16, -9);
+  half.guide = {.mode = Guidance::kLsb,
+                .sites = {Site::kW13In, Site::kK, Site::kV},
+                .layers = LayerSet::range(8, 16),
+                .replay_experts = true};
+  Agreement whole = half;
+  whole.guide.layers = LayerSet::range(0, 16);
+  Agreement routes = half;
+  routes.guide.sites = {};
+  const Options options = {.tokens_per_pass = 16384};
+  const Qat all = {.weights = true, .activations = true, .k = true, .v = true};
+  struct Arm {
+    const char* name;
+    std::unique_ptr<Trainer> trainer;
+    std::vector<double> ms;
+  };
+  Arm arms[3] = {{"weights", nullptr, {}}, {"half", nullptr, {}}, {"whole", nullptr, {}}};
+  arms[0].trainer =
+      std::make_unique<Trainer>(routes, Qat{.weights = true}, options, kDevice, *comm);
+  arms[1].trainer = std::make_unique<Trainer>(half, all, options, kDevice, *comm);
+  arms[2].trainer = std::make_unique<Trainer>(whole, all, options, kDevice, *comm);
+  for (Arm& arm : arms) give_random_weights(half.model, arm.trainer->initial_weights());
+  const std::vector<Trajectory> batch = batch_of(half.model, 32000, 900, 300);
+  const KeptTrace trace(32);
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  for (auto _ : state) {
+    for (Arm& arm : arms) {
+      const auto start = now();
+      arm.trainer->accumulate(batch, &trace, likelihood);
+      const auto middle = now();
+      arm.trainer->update();
+      const double accumulate = std::chrono::duration<double>(middle - start).count() * 1e3;
+      const double ms = std::chrono::duration<double>(now() - start).count() * 1e3;
+      arm.ms.push_back(ms);
+      std::printf("%s: %.1f ms, of it the passes %.1f\n", arm.name, ms, accumulate);
+    }
+  }
+  const auto median = [](std::vector<double> values) {
+    std::ranges::sort(values);
+    return values[values.size() / 2];
+  };
+  for (Arm& arm : arms) {
+    arm.ms.erase(arm.ms.begin(), arm.ms.begin() + 2);  // memory was still being asked for
+    state.counters[arm.name] = median(arm.ms);
+  }
+  state.counters["half_ratio"] = median(arms[1].ms) / median(arms[0].ms);
+  state.counters["whole_ratio"] = median(arms[2].ms) / median(arms[0].ms);
+}
+BENCHMARK(steps_on_device)->Iterations(9)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 }  // namespace
 }  // namespace lockstep::train

@@ -10,11 +10,13 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "device/testing.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/swiglu.h"
 #include "kernels/exact/w4a4.h"
 #include "model/names.h"
+#include "ops/device.h"
 #include "ops/experts.h"
 #include "train/plain_model.h"
 #include "train/testing.h"
@@ -128,16 +130,30 @@ inline double relative_error(const Tensor& a, const Tensor& b) {
   return ((a - b).norm() / (b.norm() + 1e-12)).item<double>();
 }
 
+/// Where a trainer can run. Torch is readied for all of them before any test's first backward.
+inline std::vector<Device> trainer_devices() {
+  const std::vector<Device> all = devices();
+  for (const Device& device : all) ops::prepare_torch(device);
+  return all;
+}
+
 class TrainerTest : public ::testing::Test {
  protected:
   std::unique_ptr<Trainer> make(const Agreement& agreement, const Options& options,
                                 const Weights& weights, const Qat& qat = {}) {
-    auto trainer = std::make_unique<Trainer>(agreement, qat, options, Device{}, *comm_);
+    auto trainer = std::make_unique<Trainer>(agreement, qat, options, device_, *comm_);
     give(weights, agreement.model, trainer->initial_weights());
     return trainer;
   }
 
+  Device device_{};
   std::unique_ptr<Comm> comm_ = Comm::single();
+};
+
+/// A body for every device.
+class TrainerOn : public TrainerTest, public ::testing::WithParamInterface<Device> {
+ protected:
+  void SetUp() override { device_ = GetParam(); }
 };
 
 }  // namespace lockstep::train

@@ -14,7 +14,7 @@ void add_paths(std::vector<Trajectory>& batch) {
   }
 }
 
-TEST_F(TrainerTest, R79_ReplayedRoutesCarryAGradientToTheRouter) {
+TEST_P(TrainerOn, R79_ReplayedRoutesCarryAGradientToTheRouter) {
   Agreement agreement;
   agreement.model = small_model();
   agreement.guide.replay_experts = true;
@@ -61,7 +61,7 @@ TEST_F(TrainerTest, R79_ReplayedRoutesCarryAGradientToTheRouter) {
   }
 }
 
-TEST_F(TrainerTest, R2_AnUpdateTakesTheExpertsOfTheOldPolicysPass) {
+TEST_P(TrainerOn, R2_AnUpdateTakesTheExpertsOfTheOldPolicysPass) {
   Agreement agreement;
   agreement.model = small_model();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {21, 9, 14});
@@ -134,7 +134,7 @@ Weights fake_quantized(const Weights& weights, const Quantizer& rule) {
   return out;
 }
 
-TEST_F(TrainerTest, R22_WeightsLearnThroughTheirQuantizedValues) {
+TEST_P(TrainerOn, R22_WeightsLearnThroughTheirQuantizedValues) {
   Agreement agreement;
   agreement.model = small_model();
   agreement.contract = contracts::lockstep(agreement.model.num_layers);
@@ -166,14 +166,19 @@ TEST_F(TrainerTest, R22_WeightsLearnThroughTheirQuantizedValues) {
   }
 }
 
-class TrainerGuided : public TrainerTest, public ::testing::WithParamInterface<Guidance> {};
+class TrainerGuided : public TrainerTest,
+                      public ::testing::WithParamInterface<std::tuple<Guidance, Device>> {
+ protected:
+  void SetUp() override { device_ = std::get<1>(GetParam()); }
+  static Guidance mode() { return std::get<0>(GetParam()); }
+};
 
 TEST_P(TrainerGuided, EveryPassReadsTheSameRecords) {
   Agreement agreement;
   agreement.model = small_model();
   agreement.contract = contracts::lockstep(agreement.model.num_layers);
   agreement.contract.kv_exponents.assign(4, -9);
-  agreement.guide = {.mode = GetParam(),
+  agreement.guide = {.mode = mode(),
                      .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
                      .layers = LayerSet::range(1, 2),
                      .replay_experts = true,
@@ -198,13 +203,13 @@ TEST_P(TrainerGuided, EveryPassReadsTheSameRecords) {
     const Metrics metrics = trainer->metrics();
     after.push_back(take(trainer->weights()));
 
-    const bool follows = GetParam() != Guidance::kOwnScale;
+    const bool follows = mode() != Guidance::kOwnScale;
     EXPECT_EQ(metrics.contains("fp4/guide/covered_frac/k"), follows);
     if (follows) {
       EXPECT_EQ(metrics.at("fp4/guide/covered_frac"), 1.0);
     }
     EXPECT_GT(metrics.at("fp4/act/flip_frac"), 0.5);  // nothing in common with those codes
-    if (GetParam() == Guidance::kFullForced) {
+    if (mode() == Guidance::kFullForced) {
       EXPECT_EQ(metrics.at("fp4/kv/residual_frac/layer_1"), 0.0);
       EXPECT_GT(metrics.at("fp4/kv/residual_frac/layer_0"), 0.1);
     }
@@ -214,10 +219,12 @@ TEST_P(TrainerGuided, EveryPassReadsTheSameRecords) {
   for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, TrainerGuided,
-                         ::testing::Values(Guidance::kOwnScale, Guidance::kRolloutScale,
-                                           Guidance::kLsbScaleMod4, Guidance::kLsb,
-                                           Guidance::kFullGuided, Guidance::kFullForced));
+INSTANTIATE_TEST_SUITE_P(
+    Modes, TrainerGuided,
+    ::testing::Combine(::testing::Values(Guidance::kOwnScale, Guidance::kRolloutScale,
+                                         Guidance::kLsbScaleMod4, Guidance::kLsb,
+                                         Guidance::kFullGuided, Guidance::kFullForced),
+                       ::testing::ValuesIn(trainer_devices())));
 
 TEST_F(TrainerTest, RefusesWhatItCannotTrainOn) {
   Agreement agreement;

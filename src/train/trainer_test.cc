@@ -5,12 +5,17 @@
 namespace lockstep::train {
 namespace {
 
-class TrainerGradient : public TrainerTest, public ::testing::WithParamInterface<bool> {};
+class TrainerGradient : public TrainerTest,
+                        public ::testing::WithParamInterface<std::tuple<bool, Device>> {
+ protected:
+  void SetUp() override { device_ = std::get<1>(GetParam()); }
+  static bool tied() { return std::get<0>(GetParam()); }
+};
 
 TEST_P(TrainerGradient, EqualsAutograd) {
   Agreement agreement;
-  agreement.model = small_model(GetParam());
-  agreement.model.normalize_gates = !GetParam();
+  agreement.model = small_model(tied());
+  agreement.model.normalize_gates = !tied();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {11, 5, 23, 2, 16});
   Weights weights = random_weights(agreement.model, 1);
   const auto trainer = make(agreement, reveals_gradient(), weights);
@@ -44,7 +49,7 @@ TEST_P(TrainerGradient, EqualsAutograd) {
 TEST_P(TrainerGradient, OfTopTokensEqualsAutograd) {
   constexpr std::int64_t kTop = 3;
   Agreement agreement;
-  agreement.model = small_model(GetParam());
+  agreement.model = small_model(tied());
   std::vector<Trajectory> batch = random_batch(agreement.model, {11, 5, 16});
   for (Trajectory& t : batch) {
     for (std::size_t i = 0; i < t.tokens.size() * kTop; ++i) {
@@ -96,9 +101,13 @@ TEST_P(TrainerGradient, OfTopTokensEqualsAutograd) {
   EXPECT_THROW(trainer->accumulate(batch, nullptr, some_loss), Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(TiedOrNot, TrainerGradient, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(TiedOrNot, TrainerGradient,
+                         ::testing::Combine(::testing::Bool(),
+                                            ::testing::ValuesIn(trainer_devices())));
+INSTANTIATE_TEST_SUITE_P(Devices, TrainerOn, ::testing::ValuesIn(trainer_devices()),
+                         name_of_device);
 
-TEST_F(TrainerTest, AccumulateSeesTheBitsOfLogprobs) {
+TEST_P(TrainerOn, AccumulateSeesTheBitsOfLogprobs) {
   Agreement agreement;
   agreement.model = small_model();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8, 25, 29, 14});
@@ -121,7 +130,7 @@ TEST_F(TrainerTest, AccumulateSeesTheBitsOfLogprobs) {
   }
 }
 
-TEST_F(TrainerTest, RecomputeLeavesTheSameWeights) {
+TEST_P(TrainerOn, RecomputeLeavesTheSameWeights) {
   Agreement agreement;
   agreement.model = small_model();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8});
@@ -159,7 +168,7 @@ TEST_F(TrainerTest, TheNumberOfThreadsChangesNoBit) {
   for (const auto& [id, w] : after[0]) EXPECT_TRUE(w.equal(after[1].at(id))) << to_string(id);
 }
 
-TEST_F(TrainerTest, PackingDoesNotChangeResults) {
+TEST_P(TrainerOn, PackingDoesNotChangeResults) {
   Agreement agreement;
   agreement.model = small_model();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31, 8, 25, 29, 14});
@@ -179,7 +188,7 @@ TEST_F(TrainerTest, PackingDoesNotChangeResults) {
   for (const auto& [id, g] : ga) EXPECT_LT(relative_error(g, gb.at(id)), 1e-3) << to_string(id);
 }
 
-TEST_F(TrainerTest, R83_LogProbsAreThoseOfScaledLogits) {
+TEST_P(TrainerOn, R83_LogProbsAreThoseOfScaledLogits) {
   // Two temperatures on one sequence: the differences of log-probs between tokens scale by 1/T.
   Agreement agreement;
   agreement.model = small_model();
@@ -195,7 +204,7 @@ TEST_F(TrainerTest, R83_LogProbsAreThoseOfScaledLogits) {
   }
 }
 
-TEST_F(TrainerTest, LearnsASequenceByHeart) {
+TEST_P(TrainerOn, LearnsASequenceByHeart) {
   Agreement agreement;
   agreement.model = small_model();
   Options options;
@@ -229,7 +238,7 @@ TEST_F(TrainerTest, LearnsASequenceByHeart) {
   EXPECT_LT(last, 0.1 * first);
 }
 
-TEST_F(TrainerTest, R26_SavedAndResumedIsTheSameRun) {
+TEST_P(TrainerOn, R26_SavedAndResumedIsTheSameRun) {
   Agreement agreement;
   agreement.model = small_model();
   const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12, 31});

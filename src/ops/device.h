@@ -1,0 +1,40 @@
+/// Torch's tensors and the house's views of the same memory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "device/view.h"
+#include "ops/torch.h"
+
+namespace lockstep::ops {
+
+/// Makes torch ready to compute on `device`: on a CUDA device with FP32 sums and in a fixed order.
+/// Must come before the process's first backward pass and first call into torch for that device.
+/// Throws Error where the device or torch's part for it is missing.
+void prepare_torch(Device device);
+
+at::Device torch_device(Device device);
+Device house_device(const at::Tensor& x);
+
+/// The stream that torch gives its work on `device` to.
+Stream stream_on(Device device);
+inline Stream stream_of(const at::Tensor& x) { return stream_on(house_device(x)); }
+
+/// `host` on a device, by pinned memory and without waiting; on a CPU itself.
+at::Tensor upload(const at::Tensor& host, const at::Device& device);
+
+/// A tensor over a host's numbers, which outlive it.
+template <typename T>
+at::Tensor over(const std::vector<T>& values, at::ScalarType type) {
+  return at::from_blob(const_cast<T*>(values.data()), {static_cast<std::int64_t>(values.size())},
+                       type);
+}
+
+/// Views of contiguous tensors [rows, cols]; `T` is what lies there.
+template <typename T>
+TensorView<T, 2> view_of(const at::Tensor& x) {
+  return {static_cast<T*>(x.data_ptr()), {x.size(0), x.size(1)}, {x.size(1), 1}, house_device(x)};
+}
+
+}  // namespace lockstep::ops

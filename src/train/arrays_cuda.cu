@@ -1,0 +1,126 @@
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
+#include "device/memory.h"
+#include "train/arrays.h"
+
+namespace lockstep::train::cuda {
+namespace {
+
+using lockstep::cuda::OnDevice;
+using lockstep::cuda::require_launch;
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kChunk = 1 << 14;  // numbers of a block's sum
+constexpr unsigned long long kNowhere = std::numeric_limits<unsigned long long>::max();
+
+/// Blocks for a loop with a stride, a number a thread.
+unsigned blocks_for(std::int64_t count, Device device) {
+  const std::int64_t most = std::int64_t{lockstep::cuda::multiprocessors(device.index)} * 16;
+  return static_cast<unsigned>(
+      std::clamp<std::int64_t>((count + kThreads - 1) / kThreads, 1, most));
+}
+
+__device__ std::int64_t first_of_thread() {
+  return std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+}
+__device__ std::int64_t step_of_grid() { return std::int64_t{gridDim.x} * kThreads; }
+
+__global__ void __launch_bounds__(kThreads)
+    nonfinite_kernel(const float* numbers, std::int64_t count, unsigned long long* first) {
+  for (std::int64_t i = first_of_thread(); i < count; i += step_of_grid()) {
+    if (!is_finite(to_bf16(numbers[i]))) atomicMin(first, static_cast<unsigned long long>(i));
+  }
+}
+
+/// A block a chunk: every thread sums in ascending order, then halves are added.
+__global__ void __launch_bounds__(kThreads)
+    squares_kernel(const float* numbers, std::int64_t count, double* parts) {
+  __shared__ double sums[kThreads];
+  const std::int64_t begin = blockIdx.x * kChunk;
+  const std::int64_t end = min(begin + kChunk, count);
+  double sum = 0.0;
+  for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    const double x = numbers[i];
+    sum += x * x;
+  }
+  sums[threadIdx.x] = sum;
+  for (unsigned half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    round_kernel(const float* from, Bf16* to, std::int64_t count) {
+  for (std::int64_t i = first_of_thread(); i < count; i += step_of_grid()) to[i] = to_bf16(from[i]);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    widen_kernel(const Bf16* from, float* to, std::int64_t count) {
+  for (std::int64_t i = first_of_thread(); i < count; i += step_of_grid()) {
+    to[i] = to_float(from[i]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ AdamW p) {
+  for (std::int64_t i = first_of_thread(); i < p.count; i += step_of_grid()) {
+    const float g = p.grads[i] * p.clip;
+    const float m = p.beta1 * p.moment1[i] + p.rest1 * g;
+    const float v = p.beta2 * p.moment2[i] + p.rest2 * g * g;
+    p.moment1[i] = m;
+    p.moment2[i] = v;
+    p.weights[i] = p.weights[i] * p.keep - p.rate * m / (sqrtf(v) * p.root + p.eps);
+  }
+}
+
+}  // namespace
+
+std::int64_t first_nonfinite(Device device, const float* numbers, std::int64_t count) {
+  const OnDevice scope(device.index);
+  const Buffer first(device, sizeof(kNowhere));
+  fill_bytes(first.as<void>(), device, 0xFF, first.bytes());
+  nonfinite_kernel<<<blocks_for(count, device), kThreads>>>(numbers, count,
+                                                            first.as<unsigned long long>());
+  require_launch("nonfinite_kernel");
+  unsigned long long at = kNowhere;
+  copy_bytes(&at, {}, first.as<void>(), device, sizeof(at));
+  synchronize(device);
+  return at == kNowhere ? -1 : static_cast<std::int64_t>(at);
+}
+
+double sum_of_squares(Device device, const float* numbers, std::int64_t count) {
+  const OnDevice scope(device.index);
+  const std::int64_t chunks = (count + kChunk - 1) / kChunk;
+  if (chunks == 0) return 0.0;
+  const Buffer parts(device, chunks * static_cast<std::int64_t>(sizeof(double)));
+  squares_kernel<<<static_cast<unsigned>(chunks), kThreads>>>(numbers, count, parts.as<double>());
+  require_launch("squares_kernel");
+  double sum = 0.0;
+  for (const double part : to_host<double>(parts)) sum += part;
+  return sum;
+}
+
+void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count) {
+  const OnDevice scope(device.index);
+  round_kernel<<<blocks_for(count, device), kThreads>>>(from, to, count);
+  require_launch("round_kernel");
+}
+
+void widen(Device device, const Bf16* from, float* to, std::int64_t count) {
+  const OnDevice scope(device.index);
+  widen_kernel<<<blocks_for(count, device), kThreads>>>(from, to, count);
+  require_launch("widen_kernel");
+}
+
+void adamw(const AdamW& args, Device device) {
+  const OnDevice scope(device.index);
+  adamw_kernel<<<blocks_for(args.count, device), kThreads>>>(args);
+  require_launch("adamw_kernel");
+}
+
+}  // namespace lockstep::train::cuda

@@ -1,0 +1,173 @@
+// What a trainer on a CUDA device shares with the one on a CPU, which is its definition within a
+// tolerance. Without such a device most of these have no rows.
+#include "train/trainer.h"
+#include "train/trainer_fixture.h"
+
+namespace lockstep::train {
+namespace {
+
+Agreement guided(Guidance mode) {
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  agreement.contract.kv_exponents.assign(4, -9);
+  agreement.guide = {.mode = mode,
+                     .sites = {Site::kW13In, Site::kW2In, Site::kK, Site::kV},
+                     .layers = LayerSet::range(1, 2),
+                     .replay_experts = true,
+                     .audit_every = 4};
+  return agreement;
+}
+
+std::vector<Trajectory> batch_with_paths(const ModelConfig& model) {
+  std::vector<Trajectory> batch = random_batch(model, {30, 12, 31, 8, 25});
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    batch[i].path = {{.id = SpanId{i + 1},
+                      .first = 0,
+                      .count = static_cast<std::int32_t>(batch[i].tokens.size()) - 1}};
+  }
+  return batch;
+}
+
+/// What one update by the plain gradient leaves.
+struct Outcome {
+  PerToken logp;
+  Weights gradient;
+  Metrics metrics;
+};
+
+class TrainerOnDevice : public TrainerTest, public ::testing::WithParamInterface<Device> {
+ protected:
+  Outcome outcome(Device device, const Agreement& agreement, const Qat& qat, bool bf16 = true) {
+    device_ = device;
+    const std::vector<Trajectory> batch = batch_with_paths(agreement.model);
+    const RandomTrace trace(6);
+    Options options = reveals_gradient();
+    options.bf16 = bf16;
+    options.tokens_per_pass = 50;
+    const Weights weights = random_weights(agreement.model, 3);
+    const auto trainer = make(agreement, options, weights, qat);
+    Outcome outcome;
+    outcome.logp = trainer->logprobs(batch, &trace);
+    trainer->accumulate(batch, &trace, some_loss);
+    trainer->update();
+    outcome.metrics = trainer->metrics();
+    outcome.gradient = minus(weights, take(trainer->weights()));
+    return outcome;
+  }
+};
+
+double mean_gap(const PerToken& a, const PerToken& b) {
+  double sum = 0.0;
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    for (std::size_t t = 0; t < a[i].size(); ++t, ++count) sum += std::abs(a[i][t] - b[i][t]);
+  }
+  return sum / static_cast<double>(count);
+}
+
+double error_of_all(const Weights& a, const Weights& b) {
+  double difference = 0.0, all = 0.0;
+  for (const auto& [id, g] : b) {
+    difference += (a.at(id) - g).square().sum().item<double>();
+    all += g.square().sum().item<double>();
+  }
+  return std::sqrt(difference / all);
+}
+
+TEST_P(TrainerOnDevice, AgreesWithTheCpuInBf16) {
+  const Agreement agreement = guided(Guidance::kLsb);
+  const Outcome cpu = outcome({}, agreement, {}), here = outcome(GetParam(), agreement, {});
+  EXPECT_LT(mean_gap(here.logp, cpu.logp), 0.01);
+  for (const auto& [id, g] : cpu.gradient) {
+    EXPECT_LT(relative_error(here.gradient.at(id), g), 0.03) << to_string(id);
+  }
+}
+
+// Numbers of the two differ in the last bit of BF16, some of them cross a boundary of FP4, and few
+// layers of few numbers do not average that out. The measure is how far the CPU is from itself in
+// FP32.
+TEST_P(TrainerOnDevice, RoundsToFp4AsTheCpu) {
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  for (const Guidance mode : {Guidance::kOwnScale, Guidance::kLsb, Guidance::kFullForced}) {
+    const Agreement agreement = guided(mode);
+    const Outcome cpu = outcome({}, agreement, qat), here = outcome(GetParam(), agreement, qat);
+    const Outcome f32 = outcome({}, agreement, qat, false);
+    const double gap = mean_gap(here.logp, cpu.logp), own_gap = mean_gap(f32.logp, cpu.logp);
+    const double error = error_of_all(here.gradient, cpu.gradient);
+    const double own_error = error_of_all(f32.gradient, cpu.gradient);
+    std::printf("mode %d: gap %.4f of %.4f, gradient %.4f of %.4f\n", static_cast<int>(mode), gap,
+                own_gap, error, own_error);
+    EXPECT_LT(gap, 1.5 * own_gap) << static_cast<int>(mode);
+    EXPECT_LT(error, 1.5 * own_error) << static_cast<int>(mode);
+    EXPECT_LT(error, 0.3) << static_cast<int>(mode);
+    for (const auto& [name, value] : cpu.metrics) {
+      ASSERT_TRUE(here.metrics.contains(name)) << name;
+      EXPECT_NEAR(here.metrics.at(name), value, 0.05 * std::abs(value) + 0.02) << name;
+    }
+    EXPECT_EQ(here.metrics.size(), cpu.metrics.size());
+  }
+}
+
+TEST_P(TrainerOnDevice, TwoRunsLeaveTheSameBits) {
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  const Outcome a = outcome(GetParam(), guided(Guidance::kLsb), qat);
+  const Outcome b = outcome(GetParam(), guided(Guidance::kLsb), qat);
+  EXPECT_EQ(a.logp, b.logp);
+  for (const auto& [id, g] : a.gradient) EXPECT_TRUE(g.equal(b.gradient.at(id))) << to_string(id);
+  EXPECT_EQ(a.metrics, b.metrics);
+}
+
+TEST_P(TrainerOnDevice, StatesGoFromDeviceToDevice) {
+  Agreement agreement;
+  agreement.model = small_model();
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30, 12});
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "trainer_state_devices";
+  device_ = GetParam();
+  const auto there = make(agreement, {.lr = 1e-2}, random_weights(agreement.model, 8));
+  there->accumulate(batch, nullptr, some_loss);
+  there->update();
+  there->save(folder);
+  device_ = {};
+  const auto here = make(agreement, {.lr = 1e-2}, random_weights(agreement.model, 9));
+  here->load(folder);
+  const Weights a = take(there->weights()), b = take(here->weights());
+  for (const auto& [id, w] : a) EXPECT_TRUE(w.equal(b.at(id))) << to_string(id);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_P(TrainerOnDevice, AWeightThatIsNotFiniteIsNamed) {
+  device_ = GetParam();
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  Options options = reveals_gradient();
+  options.bf16 = true;
+  const auto trainer =
+      make(agreement, options, random_weights(agreement.model, 8), {.weights = true});
+  const std::vector<Trajectory> batch = random_batch(agreement.model, {30});
+  trainer->accumulate(batch, nullptr, [](std::size_t, auto logp, auto dlogp) {
+    for (std::size_t t = 0; t < logp.size(); ++t) dlogp[t] = NAN;
+    return 0.0;
+  });
+  EXPECT_THROW(trainer->update(), Error);
+}
+
+TEST_P(TrainerOnDevice, RefusesWhatItHasNoKernelFor) {
+  if (GetParam().kind == Device::Kind::kCpu) return;
+  device_ = GetParam();
+  Agreement agreement;
+  agreement.model = small_model();
+  agreement.contract = contracts::lockstep(agreement.model.num_layers);
+  const Weights weights = random_weights(agreement.model, 1);
+  Qat real = {.weights = true, .activations = true};
+  real.real_product = true;
+  EXPECT_THROW(make(agreement, {}, weights, real), Error);
+  EXPECT_THROW(make(agreement, {}, weights, {.activations = true, .residual_alpha = 1.0f}), Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, TrainerOnDevice, ::testing::ValuesIn(trainer_devices()),
+                         name_of_device);
+
+}  // namespace
+}  // namespace lockstep::train
