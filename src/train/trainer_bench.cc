@@ -43,9 +43,11 @@ void give_random_weights(const ModelConfig& config, WeightSink& sink) {
   for (const WeightId& id : weight_ids(config)) {
     const auto [rows, cols] = weight_shape(config, id.role);
     std::vector<float> values(static_cast<std::size_t>(rows * cols), 1.0f);
-    const std::size_t first = random();
-    for (std::size_t i = 0; rows > 1 && i < values.size(); ++i) {
-      values[i] = some[(first + i) % some.size()];
+    std::size_t from = random() % some.size();
+    for (std::size_t i = 0; rows > 1 && i < values.size(); from = 0) {
+      const std::size_t count = std::min(values.size() - i, some.size() - from);
+      std::copy_n(some.data() + from, count, values.data() + i);
+      i += count;
     }
     sink.put({id, TensorView<const float, 2>{values.data(), {rows, cols}, {cols, 1}}});
   }
@@ -224,6 +226,8 @@ void steps_on_device(benchmark::State& state) {
   arms[1].trainer = std::make_unique<Trainer>(half, all, options, kDevice, *comm);
   arms[2].trainer = std::make_unique<Trainer>(whole, all, options, kDevice, *comm);
   for (Arm& arm : arms) give_random_weights(half.model, arm.trainer->initial_weights());
+  std::printf("weights are there\n");
+  std::fflush(stdout);
   const std::vector<Trajectory> batch = batch_of(half.model, 32000, 900, 300);
   const KeptTrace trace(32);
   const auto now = [] { return std::chrono::steady_clock::now(); };
@@ -237,6 +241,7 @@ void steps_on_device(benchmark::State& state) {
       const double ms = std::chrono::duration<double>(now() - start).count() * 1e3;
       arm.ms.push_back(ms);
       std::printf("%s: %.1f ms, of it the passes %.1f\n", arm.name, ms, accumulate);
+      std::fflush(stdout);
     }
   }
   const auto median = [](std::vector<double> values) {
