@@ -90,6 +90,11 @@ function(lockstep_house)
       continue()
     endif()
     lockstep_folder(${name} ${links} ${below})
+    # Where headers are dearer to compile than what stands in the files, many files are compiled as
+    # one. So names in their anonymous namespaces must differ within a folder.
+    if(floor GREATER 1)
+      set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+    endif()
     list(APPEND here ${name})
   endforeach()
 endfunction()

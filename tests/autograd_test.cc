@@ -1,10 +1,10 @@
 // The claim behind rl/ without torch: handing the closed-form derivative to backward() gives the
 // gradient that autograd gets from the same loss written in tensors.
 #include <gtest/gtest.h>
+#include <torch/types.h>
 
 #include <cmath>
 
-#include "ops/torch.h"
 #include "rl/objective.h"
 #include "rl/surrogate.h"
 

@@ -152,7 +152,7 @@ std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
 }
 
 /// Where the gaps stand, smallest first, and each arm's reason for concern.
-std::string closing(std::vector<ArmFigures> arms) {
+std::string by_gap(std::vector<ArmFigures> arms) {
   std::string out;
   for (const ArmFigures& arm : arms) {
     if (arm.verdict.size() > 2) out += arm.arm + ": " + arm.verdict + "\n";
@@ -195,7 +195,7 @@ int compare(const CompareArgs& args) {
   write_summary(root, arms, first.rollout.drift, took, true);
   print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
              comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
-        comparison_table(arms) + "\n" + closing(arms));
+        comparison_table(arms) + "\n" + by_gap(arms));
   print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
              " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
   report({.runs = {root.string()}, .out = "", .figures = ""});

@@ -27,7 +27,7 @@ std::string moved(double first, double last) {
 }
 
 /// What was seen, whatever it was.
-std::string closing(const std::vector<ArmFigures>& arms) {
+std::string seen(const std::vector<ArmFigures>& arms) {
   std::string out;
   for (const ArmFigures& a : arms) {
     out += (out.empty() ? "Seen: " : "; ") + a.arm + "'s reward " +
@@ -49,7 +49,7 @@ std::string closing(const std::vector<ArmFigures>& arms) {
   return out;
 }
 
-recipe::Recipe recipe_of(const DemoArgs& args, const std::string& arm) {
+recipe::Recipe arm_recipe(const DemoArgs& args, const std::string& arm) {
   std::vector<std::string> assignments = args.assignments;
   assignments.push_back("arm=" + arm);
   return load_recipe(args.recipe, assignments);
@@ -58,7 +58,7 @@ recipe::Recipe recipe_of(const DemoArgs& args, const std::string& arm) {
 /// Runs one arm in its folder. One that has ended is run again; an interrupted one goes on.
 ArmFigures run_arm(const DemoArgs& args, const std::string& arm,
                    const std::filesystem::path& root) {
-  const recipe::Recipe recipe = recipe_of(args, arm);
+  const recipe::Recipe recipe = arm_recipe(args, arm);
   const std::filesystem::path folder = root / arm;
   if (has_ended(folder, recipe.schedule.steps)) std::filesystem::remove_all(folder);
   info("");
@@ -93,7 +93,7 @@ int demo(const DemoArgs& args) {
     if (std::count(names.begin(), names.end(), name) > 1) {
       throw Usage(cat({"--arms has ", name, " twice; an arm runs once"}));
     }
-    checked_arm(recipe_of(args, name), open_policy(recipe.model, false).config);
+    checked_arm(arm_recipe(args, name), open_policy(recipe.model, false).config);
   }
   std::vector<ArmFigures> arms;
   for (const std::string& name : names) arms.push_back(run_arm(args, name, root));
@@ -109,7 +109,7 @@ int demo(const DemoArgs& args) {
   const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, recipe.rollout.drift, took, false);
   print(cat(
-      {"\nFirst and last ", kSpan, " steps:\n\n", demo_table(arms), "\n", closing(arms),
+      {"\nFirst and last ", kSpan, " steps:\n\n", demo_table(arms), "\n", seen(arms),
        "\ndlogp is the trainer's log-prob of a sampled token minus the rollout's; README.md says "
        "what each column means.\nDrift: ",
        drift_text(recipe.rollout.drift),

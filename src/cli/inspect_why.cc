@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t kShown = 16;
 
-store::Options in_memory(const Agreement& agreement) {
+store::Options memory_only(const Agreement& agreement) {
   return {.ram_bytes = std::numeric_limits<std::int64_t>::max() / 4,
           .run = agreement.seed,
           .contract = agreement.contract.id()};
@@ -94,7 +94,7 @@ Row rows_at(const Subject& subject, Trajectory t, Place place, std::int32_t posi
   full.guide.sites = SiteSet{place.site};
   full.guide.layers = LayerSet::range(place.layer.value, place.layer.value + 1);
   full.guide.kv_layers.reset();
-  store::Store codes(in_memory(full)), records(in_memory(full)), shown(in_memory(full));
+  store::Store codes(memory_only(full)), records(memory_only(full)), shown(memory_only(full));
   const auto read = [&](const Agreement& agreement, store::Store& into) {
     rollout::Engine engine(agreement, subject.arm.rollout, subject.device, &into, *comm);
     load(subject, engine);

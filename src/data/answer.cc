@@ -7,8 +7,6 @@
 namespace lockstep::data {
 namespace {
 
-bool digit(char c) { return c >= '0' && c <= '9'; }
-
 bool space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 
 std::string_view trim(std::string_view text) {
@@ -18,7 +16,7 @@ std::string_view trim(std::string_view text) {
 }
 
 bool may_begin_number(std::string_view text) {
-  return digit(text[0]) || (text[0] == '.' && text.size() > 1 && digit(text[1])) ||
+  return is_digit(text[0]) || (text[0] == '.' && text.size() > 1 && is_digit(text[1])) ||
          text.starts_with("\\frac") || text.starts_with("\\dfrac") || text.starts_with("\\tfrac");
 }
 

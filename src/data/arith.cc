@@ -12,7 +12,7 @@ namespace {
 
 // Its own key, not the run's: what is kept aside for evaluation is the same under every seed.
 constexpr std::uint64_t kEvaluationKey = 0x61726974682D6576;
-constexpr std::int64_t kEvaluationShare = 8;
+constexpr std::int64_t kEvaluatedPart = 8;
 constexpr std::int64_t kMaxOperand = 1'000'000;
 
 std::int64_t width(const std::array<std::int64_t, 2>& range) { return range[1] - range[0] + 1; }
@@ -98,9 +98,9 @@ Arith::Arith(const ArithOptions& options, Tokenizer tokenizer)
   if (operations.empty()) throw Error("task.operations is empty; some of + - * are expected");
   problems_ =
       width(options_.left) * width(options_.right) * static_cast<std::int64_t>(operations.size());
-  evaluation_ = problems_ / kEvaluationShare;
+  evaluation_ = problems_ / kEvaluatedPart;
   if (evaluation_ < 1) {
-    throw Error(cat({"arith has ", problems_, " problems; at least ", kEvaluationShare,
+    throw Error(cat({"arith has ", problems_, " problems; at least ", kEvaluatedPart,
                      " are wanted; widen task.left or task.right"}));
   }
 }

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int kMaxDigits = 18;  // products of two such numbers fit 128 bits
 
-bool digit(char c) { return c >= '0' && c <= '9'; }
-
 bool take(std::string_view& text, std::string_view what) {
   if (!text.starts_with(what)) return false;
   text.remove_prefix(what.size());
@@ -19,7 +17,7 @@ bool take(std::string_view& text, std::string_view what) {
 
 std::string_view take_digits(std::string_view& text) {
   std::size_t n = 0;
-  while (n < text.size() && digit(text[n])) ++n;
+  while (n < text.size() && is_digit(text[n])) ++n;
   const std::string_view digits = text.substr(0, n);
   text.remove_prefix(n);
   return digits;
@@ -76,7 +74,7 @@ std::optional<Mantissa> take_mantissa(std::string_view& text) {
   Mantissa mantissa;
   mantissa.whole = take_digits(rest);
   if (!mantissa.whole.empty() && mantissa.whole.size() <= 3) take_groups(rest, mantissa.whole);
-  if (rest.size() > 1 && rest[0] == '.' && digit(rest[1])) {
+  if (rest.size() > 1 && rest[0] == '.' && is_digit(rest[1])) {
     rest.remove_prefix(1);
     mantissa.places = take_digits(rest);
   }
@@ -151,7 +149,7 @@ std::optional<Number> take_group(std::string_view& text) {
   std::string_view rest = text;
   while (take(rest, " ")) {
   }
-  if (!rest.empty() && digit(rest.front())) {
+  if (!rest.empty() && is_digit(rest.front())) {
     const Number number = {.num = rest.front() - '0'};
     text = rest.substr(1);
     return number;

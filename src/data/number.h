@@ -6,6 +6,8 @@
 
 namespace lockstep::data {
 
+constexpr bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
 __extension__ using Int128 = __int128;
 
 /// num / den in lowest terms, and how it was written. Both fit 18 digits.

@@ -19,7 +19,7 @@ double quotient(std::int64_t a, std::int64_t b) {
   return b > 0 ? static_cast<double>(a) / static_cast<double>(b) : 0.0;
 }
 
-std::string percent(std::int64_t a, std::int64_t b) {
+std::string share(std::int64_t a, std::int64_t b) {
   return a == 0 ? "0" : format("%.3f%%", 100.0 * quotient(a, b));
 }
 
@@ -54,11 +54,11 @@ std::string place_table(const Diff& diff) {
                   "boundary", "at flips", "dead", "clipped", "saturated"}};
   for (const PlaceDiff& p : diff.places) {
     table.push_back({place_text(p.place), drift_text(p.drift), drift_text(p.worst),
-                     cat({p.worst_row}), percent(p.flips, p.elements), percent(p.up, p.elements),
-                     percent(p.down, p.elements), percent(p.adjacent, p.code_flips),
-                     percent(p.scale_flips, p.blocks), format("%.3f", p.boundary),
-                     format("%.3f", p.boundary_flips), percent(p.dead, p.elements),
-                     percent(p.clipped, p.elements), percent(p.saturated_b, p.blocks)});
+                     cat({p.worst_row}), share(p.flips, p.elements), share(p.up, p.elements),
+                     share(p.down, p.elements), share(p.adjacent, p.code_flips),
+                     share(p.scale_flips, p.blocks), format("%.3f", p.boundary),
+                     format("%.3f", p.boundary_flips), share(p.dead, p.elements),
+                     share(p.clipped, p.elements), share(p.saturated_b, p.blocks)});
   }
   return aligned(table);
 }
@@ -86,7 +86,7 @@ std::string mode_table(const Diff& diff) {
     std::int64_t bytes = 0;
     for (const Site site : {Site::kW13In, Site::kK, Site::kV}) {
       const SiteSum sum = sum_of(diff, mode, site);
-      row.push_back(sum.elements == 0 ? "-" : percent(sum.differ, sum.elements));
+      row.push_back(sum.elements == 0 ? "-" : share(sum.differ, sum.elements));
       bytes += sum.bytes;
     }
     row.push_back(cat({bytes}));
@@ -189,8 +189,8 @@ std::string routes_to_text(const Diff& diff) {
   if (diff.routes.empty()) return "";
   Table table = {{"routes", "tokens that differ", "experts that differ"}};
   for (const RouteDiff& r : diff.routes) {
-    table.push_back({cat({r.layer.value}), percent(r.mismatched, r.tokens),
-                     percent(r.slots_mismatched, r.slots)});
+    table.push_back(
+        {cat({r.layer.value}), share(r.mismatched, r.tokens), share(r.slots_mismatched, r.slots)});
   }
   return aligned(table) + "\n";
 }

@@ -16,7 +16,6 @@
 namespace lockstep::instruments {
 namespace {
 
-constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";
 constexpr std::size_t kPlaces = 400;       // of a curve
 constexpr std::size_t kHeatCells = 40000;  // of all heat maps together
 

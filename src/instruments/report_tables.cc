@@ -10,7 +10,6 @@
 namespace lockstep::instruments {
 namespace {
 
-constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";
 constexpr std::size_t kArmColours = 7;
 
 std::string value_or(const RunData& run, const std::string& key, const std::string& otherwise) {

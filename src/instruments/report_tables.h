@@ -10,6 +10,9 @@
 
 namespace lockstep::instruments {
 
+/// The metric that reports are about.
+inline constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";
+
 /// The arm's name and its colour on every chart: BF16 grey, the others in turn.
 Label arm_label(const std::vector<ArmRuns>& arms, std::size_t index);
 

@@ -19,9 +19,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr const char* kGap = "train/train_rollout_logprob_abs_diff";
-
 RunData run_of(const std::string& text, const std::string& arm = "trace") {
   RunData run;
   run.name = run.arm = arm;

@@ -15,7 +15,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kMost = 1e100;  // what lies beyond is as good as infinite, and differences are
 
 std::string text_of(const recipe::Value& value) {

@@ -10,12 +10,14 @@
 
 namespace lockstep::instruments {
 
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
 /// One run directory. Columns of `metrics` are as long as `steps`; what a step did not measure, or
 /// what is not finite, is NaN.
 struct RunData {
-  std::string name;                         // of its folder
-  std::string arm;                          // the recipe's; of ARM/seed_N the folder's above; else its own
-  std::string recipe;                       // its resolved text; "" where there is none
+  std::string name;    // of its folder
+  std::string arm;     // the recipe's; of ARM/seed_N the folder's above; else its own
+  std::string recipe;  // its resolved text; "" where there is none
   std::map<std::string, std::string> keys;  // of the recipe, values as text
   std::string contract_id;                  // of the recipe's first line
   std::vector<double> steps;                // ascending, none twice
@@ -23,9 +25,9 @@ struct RunData {
   std::int64_t unreadable_lines = 0;  // of metrics.jsonl
 
   // What the caller knows beyond the folder; each may be left out.
-  std::string contract;  // its lines
-  std::string verdict;   // "ok", "watch: why", "bad: why"
-  double full_code_bytes = std::numeric_limits<double>::quiet_NaN();  // of a token, see preflight.h
+  std::string contract;           // its lines
+  std::string verdict;            // "ok", "watch: why", "bad: why"
+  double full_code_bytes = kNaN;  // of a token, see preflight.h
 
   /// The column of that name; empty where no step has it.
   const std::vector<double>& column(const std::string& metric) const;

@@ -13,7 +13,6 @@
 namespace lockstep::instruments {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::size_t kSpan = 5;  // steps that "first" and "last" are means of
 
 /// The recipe without what may differ between seeds of an arm: seeds, and what calibration found.

@@ -33,7 +33,7 @@ std::string rounded(double value) {
 }
 
 /// "100 %" of all, else four places, so that a row that is missing shows.
-std::string percent(double part) {
+std::string rounded_percent(double part) {
   char text[32];
   std::snprintf(text, sizeof text, part == 1.0 ? "%.0f %%" : "%.4f %%", 100 * part);
   return text;
@@ -287,8 +287,8 @@ void Verifier::capture(Check& check) {
   const bool near = forced.mean <= kMostGap || !forced_all_;
   check.ok = operands && covered == 1.0 && absent == 0.0 && near;
   check.figures = cat({quantizes ? "full codes forced: " : "nothing is quantized; ", figures,
-                       "records for ", percent(covered), " of the rows, routes for ",
-                       percent(1.0 - absent), "; log-prob gap mean ", rounded(forced.mean),
+                       "records for ", rounded_percent(covered), " of the rows, routes for ",
+                       rounded_percent(1.0 - absent), "; log-prob gap mean ", rounded(forced.mean),
                        ", largest ", rounded(forced.largest), " over ", forced.tokens, " tokens",
                        !forced_all_ ? "; codes of activations are in no record under this contract"
                        : near       ? ""

@@ -1,5 +1,9 @@
 #include "ops/attention.h"
 
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <algorithm>
 #include <memory>
 #include <tuple>

@@ -1,5 +1,8 @@
 #include "ops/dense.h"
 
+#include <ATen/ops/add.h>
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <cmath>
 
 #include "base/build.h"
@@ -19,8 +22,6 @@ using torch::autograd::variable_list;
 // Rows whose contributions to a weight's gradient are summed before the parts are: fixed, so that
 // the sum does not depend on the number of threads.
 constexpr std::int64_t kChunk = 256;
-constexpr std::int64_t kGrain = 1 << 14;  // elements worth a task
-
 void round_in_place(const Tensor& x) {
   float* data = x.data_ptr<float>();
   parallel_for(x.numel(), kGrain, [&](std::int64_t first, std::int64_t end) {

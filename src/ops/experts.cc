@@ -1,5 +1,7 @@
 #include "ops/experts.h"
 
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -20,8 +22,6 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-constexpr std::int64_t kGrain = 1 << 14;  // elements worth a task
 
 /// Pairs (token, slot) in the order of their experts.
 struct Sorted {

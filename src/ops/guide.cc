@@ -1,5 +1,7 @@
 #include "ops/guide.h"
 
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <vector>
 
 #include "base/parallel.h"
@@ -14,7 +16,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-constexpr std::int64_t kGrain = 1 << 15;  // elements worth a task
+constexpr std::int64_t kCastGrain = 1 << 15;  // elements worth a task
 
 struct StraightThrough : Function<StraightThrough> {
   static Tensor forward(AutogradContext*, const Tensor& x, const Rounding& rounding) {
@@ -41,14 +43,14 @@ struct StraightThrough : Function<StraightThrough> {
 
 void store_bf16(const Tensor& x, Bf16* to) {
   const float* from = x.data_ptr<float>();
-  parallel_for(x.numel(), kGrain, [&](std::int64_t first, std::int64_t end) {
+  parallel_for(x.numel(), kCastGrain, [&](std::int64_t first, std::int64_t end) {
     for (std::int64_t i = first; i < end; ++i) to[i] = to_bf16(from[i]);
   });
 }
 
 void load_bf16(const Bf16* x, const Tensor& to) {
   float* numbers = to.data_ptr<float>();
-  parallel_for(to.numel(), kGrain, [&](std::int64_t first, std::int64_t end) {
+  parallel_for(to.numel(), kCastGrain, [&](std::int64_t first, std::int64_t end) {
     for (std::int64_t i = first; i < end; ++i) numbers[i] = to_float(x[i]);
   });
 }

@@ -12,6 +12,8 @@
 
 namespace lockstep::ops {
 
+inline constexpr std::int64_t kGrain = 1 << 14;  // elements worth a task
+
 /// The nearest BF16 number, ties to even. Inf stays, NaN stays NaN.
 inline float round_bf16(float x) { return to_float(to_bf16(x)); }
 

@@ -19,7 +19,7 @@ struct Overloaded : Fs... {
 template <typename... Fs>
 Overloaded(Fs...) -> Overloaded<Fs...>;
 
-std::string quoted(const std::string& text) {
+std::string in_quotes(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') out += '\\';
@@ -52,11 +52,11 @@ std::string to_text(const Value& value) {
   return std::visit(
       Overloaded{[](bool v) { return cat({v}); }, [](std::int64_t v) { return cat({v}); },
                  [](double v) { return real(cat({v})); },
-                 [](const std::string& v) { return quoted(v); },
+                 [](const std::string& v) { return in_quotes(v); },
                  [](const std::vector<std::int64_t>& v) {
                    return list(v, [](std::int64_t n) { return cat({n}); });
                  },
-                 [](const std::vector<std::string>& v) { return list(v, quoted); },
+                 [](const std::vector<std::string>& v) { return list(v, in_quotes); },
                  [](Empty) { return std::string("{}"); }},
       value);
 }
@@ -212,25 +212,26 @@ class Put {
 std::string print(const Target& target) {
   return std::visit(
       Overloaded{
-          [](const bool* v) { return cat({*v}); }, [](const std::string* v) { return quoted(*v); },
+          [](const bool* v) { return cat({*v}); },
+          [](const std::string* v) { return in_quotes(*v); },
           [](const float* v) { return real(cat({*v})); },
           [](const double* v) { return real(cat({*v})); },
           [](const std::vector<std::int8_t>* v) {
             return list(*v, [](std::int8_t n) { return cat({static_cast<int>(n)}); });
           },
-          [](const Choice& c) { return quoted(c.names.at(*c.value)); },
+          [](const Choice& c) { return in_quotes(c.names.at(*c.value)); },
           [](const Flags& f) {
             std::vector<std::string> set;
             for (std::size_t i = 0; i < f.names.size(); ++i) {
               if ((*f.bits >> i & 1) != 0) set.push_back(f.names[i]);
             }
-            return list(set, quoted);
+            return list(set, in_quotes);
           },
           [](const Interval& i) {
             return cat({"[", (*i.value)[0], ", ", (*i.value)[1], "]"});
           },
           [](const Format& f) {
-            return *f.value == "true" || *f.value == "false" ? *f.value : quoted(*f.value);
+            return *f.value == "true" || *f.value == "false" ? *f.value : in_quotes(*f.value);
           },
           [](const Bytes& b) {
             const std::int64_t mib = *b.value >> 20;

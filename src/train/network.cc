@@ -1,5 +1,10 @@
 #include "train/network.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/ones.h>
+
 #include <algorithm>
 
 #include "ops/attention.h"

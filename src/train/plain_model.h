@@ -1,6 +1,8 @@
 /// The network once more, in plain tensor operations on one sequence, for autograd and for tests.
 #pragma once
 
+#include <ATen/ATen.h>
+
 #include <cmath>
 #include <map>
 #include <vector>

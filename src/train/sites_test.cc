@@ -1,5 +1,6 @@
 #include "train/sites.h"
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
