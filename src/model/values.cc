@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "device/memory.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
 
@@ -13,6 +14,16 @@ float f32(Bf16 x) { return to_float(x); }
 
 template <typename T>
 std::vector<float> f32_rows(const TensorView<const T, 2>& view) {
+  if (view.device.kind == Device::Kind::kCuda) {
+    const auto [rows, cols] = view.shape;
+    std::vector<T> here(static_cast<std::size_t>(rows * cols));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      copy_bytes(here.data() + row * cols, {}, view.data + row * view.stride[0], view.device,
+                 cols * static_cast<std::int64_t>(sizeof(T)));
+    }
+    synchronize(view.device);
+    return f32_rows(TensorView<const T, 2>{here.data(), {rows, cols}, {cols, 1}});
+  }
   std::vector<float> values;
   values.reserve(static_cast<std::size_t>(view.shape[0] * view.shape[1]));
   for (std::int64_t row = 0; row < view.shape[0]; ++row) {

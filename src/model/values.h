@@ -7,8 +7,8 @@
 
 namespace lockstep {
 
-/// A weight's numbers in FP32, row by row without gaps. Throws Error naming one that comes as
-/// codes.
+/// A weight's numbers in FP32, row by row without gaps, on the host. Throws Error naming one that
+/// comes as codes.
 std::vector<float> f32_of(const Weight& weight);
 
 /// How many rows a weight has, codes or not.

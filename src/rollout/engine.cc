@@ -56,6 +56,8 @@ struct Engine::Impl {
     void begin(WeightVersion version, ContractId contract) override;
     void put(const Weight& weight) override { engine_.forward.weights().put(weight); }
     std::vector<std::uint32_t> commit() override;
+    Device device() const override { return engine_.forward.weights().device(); }
+    Stream stream() const override { return engine_.forward.weights().stream(); }
     Metrics metrics() const override { return engine_.forward.weights().metrics(); }
 
    private:

@@ -73,7 +73,8 @@ class Weights final : public WeightSink {
   void require_ready() const;
   WeightVersion version() const { return version_; }
 
-  Device device() const { return device_; }
+  Device device() const override { return device_; }
+  Stream stream() const override { return stream_; }
   TensorView<const Bf16, 2> embedding() const { return embedding_; }  // [V, D]
   const kernels::PackedMatrix& head() const { return head_; }         // [V, D]
   std::span<const Bf16> final_norm() const { return final_norm_; }    // on the device

@@ -3,6 +3,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "model/names.h"
 #include "model/values.h"
 #include "numerics/bf16.h"
+#include "sync/refit_device.h"
 
 namespace lockstep::sync {
 namespace {
@@ -30,12 +32,35 @@ TensorView<T, 2> matrix(std::vector<T>& values, std::int64_t rows, std::int64_t 
   return {values.data(), {rows, cols}, {cols, 1}};
 }
 
+template <typename T>
+std::int64_t columns_of(const TensorView<T, 2>& view) {
+  return view.shape[1];
+}
+std::int64_t columns_of(const PackedView<const std::uint8_t>& view) { return view.codes.shape[1]; }
+
+Device device_of(const Weight& weight) {
+  return std::visit(
+      [](const auto& view) {
+        if constexpr (requires { view.codes; }) {
+          return view.codes.device;
+        } else {
+          return view.device;
+        }
+      },
+      weight.value);
+}
+
 /// Buffers that one refit reuses from weight to weight.
 class Sender {
  public:
   Sender(WeightSink& to, const Contract& contract) : to_(to), contract_(contract) {}
 
   void send(const Weight& weight) {
+    const Device lies = device_of(weight);
+    const bool macro = contract_.weight.macro_block > 0 && quantized(contract_, weight.id);
+    if (lies.kind == Device::Kind::kCuda && lies == to_.device() && !macro) {
+      return send_there(weight);
+    }
     if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
       send_codes(weight.id, *codes);
     } else if (quantized(contract_, weight.id)) {
@@ -45,13 +70,57 @@ class Sender {
     }
   }
 
+  /// Before the sink commits: what was given to a device is done and found finite.
+  void end() {
+    if (there_) there_->end(ids_, checksums_);
+  }
+
   const std::vector<WeightId>& ids() const { return ids_; }
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
   double bytes() const { return bytes_; }
   const kernels::MxError& mx_error() const { return mx_error_; }
-  double relative_error() const { return norm_ > 0 ? std::sqrt(error_ / norm_) : 0; }
+  double relative_error() const {
+    if (norm_ > 0) return std::sqrt(error_ / norm_);
+    return there_ ? there_->relative_error() : 0;
+  }
 
  private:
+  /// Numbers that lie where the sink's memory is never leave it.
+  void send_there(const Weight& weight) {
+    if (!there_) there_ = std::make_unique<DeviceSender>(to_, contract_);
+    const bool codes = std::holds_alternative<PackedView<const std::uint8_t>>(weight.value);
+    if (codes && !quantized(contract_, weight.id)) throw_unasked_codes(weight.id);
+    if (!codes && quantized(contract_, weight.id)) {
+      require_blocks(weight.id,
+                     std::visit([](const auto& view) { return columns_of(view); }, weight.value));
+    }
+    const std::int64_t bytes =
+        there_->send(weight, !codes && quantized(contract_, weight.id), ids_.size());
+    sent(weight.id, 0, static_cast<std::size_t>(bytes));
+    if (!codes && quantized(contract_, weight.id) && takes_mx(weight.id)) {
+      f32_ = f32_of(weight);
+      const std::int64_t rows = rows_of(weight);
+      add_mx(matrix(f32_, rows, static_cast<std::int64_t>(f32_.size()) / rows));
+    }
+  }
+
+  bool takes_mx(const WeightId& id) const {
+    const Quantizer& rule = contract_.weight;
+    return rule.is_mx() && !rule.is_wide() && id.expert.value % kMxErrorExperts == 0;
+  }
+
+  void require_blocks(const WeightId& id, std::int64_t cols) const {
+    if (contract_.weight.is_wide() || cols % contract_.weight.block == 0) return;
+    throw Error(cat({"weight ", to_string(id), " has ", cols, " columns, not a multiple of the ",
+                     "block of ", contract_.weight.block,
+                     ": this model cannot be quantized under this contract"}));
+  }
+
+  [[noreturn]] static void throw_unasked_codes(const WeightId& id) {
+    throw Error(cat({"weight ", to_string(id), " comes as codes, but the contract leaves it in ",
+                     "BF16: load it under the contract that it was made by"}));
+  }
+
   void sent(const WeightId& id, std::uint32_t crc, std::size_t bytes) {
     ids_.push_back(id);
     checksums_.push_back(crc);
@@ -59,7 +128,8 @@ class Sender {
   }
 
   TensorView<const float, 2> as_f32(const Weight& weight) {
-    if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) return *f32;
+    const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value);
+    if (f32 != nullptr && f32->device.kind == Device::Kind::kCpu) return *f32;
     f32_ = f32_of(weight);
     const std::int64_t rows = rows_of(weight);
     return matrix(f32_, rows, static_cast<std::int64_t>(f32_.size()) / rows);
@@ -85,12 +155,8 @@ class Sender {
 
   void send_quantized(const WeightId& id, TensorView<const float, 2> f32) {
     const Quantizer& rule = contract_.weight;
-    const std::int64_t rows = f32.shape[0], cols = f32.shape[1], block = rule.block;
-    if (!rule.is_wide() && cols % block != 0) {
-      throw Error(
-          cat({"weight ", to_string(id), " has ", cols, " columns, not a multiple of the ",
-               "block of ", block, ": this model cannot be quantized under this contract"}));
-    }
+    const std::int64_t rows = f32.shape[0], cols = f32.shape[1];
+    require_blocks(id, cols);
     const PackedView<std::uint8_t> packed = {
         matrix(codes_, rows, rule.code_bytes(cols)),
         matrix(scales_, rule.scale_rows(rows), rule.scale_cols(cols)),
@@ -102,15 +168,16 @@ class Sender {
       throw Error(cat({"weight ", to_string(id), ": ", error.what()}));
     }
     add_error(f32, packed);
-    if (rule.is_mx() && !rule.is_wide() && id.expert.value % kMxErrorExperts == 0) add_mx(f32);
+    if (takes_mx(id)) add_mx(f32);
     put_codes(id, packed);
   }
 
   /// Codes that come from a checkpoint pass as they are.
   void send_codes(const WeightId& id, const PackedView<const std::uint8_t>& from) {
-    if (!quantized(contract_, id)) {
-      throw Error(cat({"weight ", to_string(id), " comes as codes, but the contract leaves it in ",
-                       "BF16: load it under the contract that it was made by"}));
+    if (!quantized(contract_, id)) throw_unasked_codes(id);
+    if (from.codes.device.kind != Device::Kind::kCpu) {
+      throw Error(cat({"weight ", to_string(id), " comes as codes on a device that its receiver ",
+                       "is not on: give masters, or codes on the host"}));
     }
     put_codes(id, from);
   }
@@ -158,6 +225,7 @@ class Sender {
   float global_ = 0;
   double bytes_ = 0, error_ = 0, norm_ = 0;
   kernels::MxError mx_error_;
+  std::unique_ptr<DeviceSender> there_;
 };
 
 void compare(const Sender& sender, const std::vector<std::uint32_t>& received) {
@@ -186,6 +254,7 @@ Metrics refit(const WeightSource& from, WeightSink& to, const Contract& contract
   Sender sender(to, contract);
   to.begin(version, contract.id());
   from.each([&](const Weight& weight) { sender.send(weight); });
+  sender.end();
   compare(sender, to.commit());
   Metrics metrics = {{"fp4/refit/version", static_cast<double>(version.value)},
                      {"fp4/refit/bytes", sender.bytes()},

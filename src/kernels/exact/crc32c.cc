@@ -68,7 +68,7 @@ std::int64_t append(std::vector<std::byte>& bytes, const std::vector<T>& values)
 
 }  // namespace
 
-std::int64_t Crc32cList::add(std::initializer_list<Rows> parts) {
+std::int64_t Crc32cList::add(std::span<const Rows> parts) {
   Item item;
   for (const Rows& part : parts) {
     if (part.shape[0] == 0 || part.shape[1] == 0) continue;
@@ -185,7 +185,11 @@ void Crc32cList::launch(std::uint32_t* sums, Stream stream) {
 }
 
 std::uint32_t Crc32cList::finish(std::int64_t item, std::uint32_t sum) const {
-  return gf2::crc_of(sum, static_cast<std::uint64_t>(items_[static_cast<std::size_t>(item)].bytes));
+  return crc_of_sum(sum, items_[static_cast<std::size_t>(item)].bytes);
+}
+
+std::uint32_t crc_of_sum(std::uint32_t sum, std::int64_t bytes) {
+  return gf2::crc_of(sum, static_cast<std::uint64_t>(bytes));
 }
 
 std::vector<std::uint32_t> Crc32cList::run() {

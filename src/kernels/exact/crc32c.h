@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <vector>
 
 #include "device/memory.h"
@@ -20,7 +21,10 @@ class Crc32cList {
 
   /// An item: the bytes of these views, row by row, one view after another. Each view's rows are
   /// contiguous. Returns the item's number, the next one.
-  std::int64_t add(std::initializer_list<Rows> parts);
+  std::int64_t add(std::span<const Rows> parts);
+  std::int64_t add(std::initializer_list<Rows> parts) {
+    return add(std::span(parts.begin(), parts.size()));
+  }
 
   /// An item: an expert's rows of codes, its rows of scales and its global scale as FP32, as
   /// w4a4_fill took them, read from the tiles and the header in which they lie. Where the number
@@ -60,5 +64,8 @@ class Crc32cList {
   };
   std::vector<Shape> shapes_;
 };
+
+/// What Crc32cList::finish() does for an item of so many bytes.
+std::uint32_t crc_of_sum(std::uint32_t sum, std::int64_t bytes);
 
 }  // namespace lockstep::kernels

@@ -1,0 +1,114 @@
+#include <algorithm>
+
+#include "device/cuda/check.h"
+#include "kernels/exact/weight_numbers_cuda.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename T>
+struct Params {
+  const float* master;
+  std::int64_t master_stride;
+  T* other;
+  std::int64_t other_stride;
+  std::int64_t rows, cols;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    round_rows_kernel(const __grid_constant__ Params<Bf16> p, unsigned long long* bad) {
+  for (std::int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    for (std::int64_t col = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; col < p.cols;
+         col += std::int64_t{gridDim.x} * kThreads) {
+      const Bf16 x = to_bf16(p.master[row * p.master_stride + col]);
+      p.other[row * p.other_stride + col] = x;
+      if (!is_finite(x)) atomicMin(bad, static_cast<unsigned long long>(row * p.cols + col));
+    }
+  }
+}
+
+struct Pair {
+  double error = 0, norm = 0;
+};
+
+/// Of all threads of the block, for thread 0.
+__device__ Pair block_sum(Pair mine) {
+  __shared__ Pair parts[kThreads / 32];
+  for (int half = 16; half > 0; half /= 2) {
+    mine.error += __shfl_down_sync(0xFFFFFFFFu, mine.error, half);
+    mine.norm += __shfl_down_sync(0xFFFFFFFFu, mine.norm, half);
+  }
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
+  __syncthreads();
+  Pair sum;
+  for (const Pair& part : parts) {
+    sum.error += part.error;
+    sum.norm += part.norm;
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    error_parts_kernel(const __grid_constant__ Params<const float> p, double* parts) {
+  Pair mine;
+  for (std::int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (std::int64_t col = threadIdx.x; col < p.cols; col += kThreads) {
+      const double value = p.master[row * p.master_stride + col];
+      const double difference = p.other[row * p.other_stride + col] - value;
+      mine.error += difference * difference;
+      mine.norm += value * value;
+    }
+  }
+  const Pair sum = block_sum(mine);
+  if (threadIdx.x != 0) return;
+  parts[2 * blockIdx.x] = sum.error;
+  parts[2 * blockIdx.x + 1] = sum.norm;
+}
+
+__global__ void __launch_bounds__(kThreads) error_sum_kernel(double* sums, int count) {
+  Pair mine;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    mine.error += sums[2 + 2 * i];
+    mine.norm += sums[3 + 2 * i];
+  }
+  const Pair sum = block_sum(mine);
+  if (threadIdx.x != 0) return;
+  sums[0] += sum.error;
+  sums[1] += sum.norm;
+}
+
+}  // namespace
+
+void round_weight_cuda(TensorView<const float, 2> master, TensorView<Bf16, 2> rounded,
+                       std::uint64_t* bad, Stream stream) {
+  const cuda::OnDevice scope(master.device.index);
+  const auto [rows, cols] = master.shape;
+  if (rows == 0 || cols == 0) return;
+  const Params<Bf16> p = {master.data, master.stride[0], rounded.data, rounded.stride[0], rows,
+                          cols};
+  const dim3 grid(static_cast<unsigned int>((cols + kThreads - 1) / kThreads),
+                  static_cast<unsigned int>(std::min<std::int64_t>(rows, 32768)));
+  round_rows_kernel<<<grid, kThreads, 0, cuda::stream_of(stream)>>>(
+      p, reinterpret_cast<unsigned long long*>(bad));
+  cuda::require_launch("round_rows_kernel");
+}
+
+void weight_error_cuda(TensorView<const float, 2> master, TensorView<const float, 2> back,
+                       double* sums, Stream stream) {
+  const cuda::OnDevice scope(master.device.index);
+  const auto [rows, cols] = master.shape;
+  if (rows == 0 || cols == 0) return;
+  const Params<const float> p = {master.data, master.stride[0], back.data, back.stride[0], rows,
+                                 cols};
+  const auto blocks = static_cast<int>(std::min<std::int64_t>(rows, kErrorBlocks));
+  error_parts_kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, cuda::stream_of(stream)>>>(
+      p, sums + 2);
+  cuda::require_launch("error_parts_kernel");
+  error_sum_kernel<<<1, kThreads, 0, cuda::stream_of(stream)>>>(sums, blocks);
+  cuda::require_launch("error_sum_kernel");
+}
+
+}  // namespace lockstep::kernels

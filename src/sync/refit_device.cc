@@ -1,0 +1,180 @@
+#include "sync/refit_device.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "kernels/exact/dequantize.h"
+#include "kernels/exact/quantize.h"
+#include "model/names.h"
+#include "model/values.h"
+#include "numerics/bf16.h"
+
+namespace lockstep::sync {
+namespace {
+
+constexpr std::int64_t kSlots = 4096;
+constexpr std::uint64_t kNone = ~std::uint64_t{0};
+
+std::int64_t bytes_of(const TensorView<const std::uint8_t, 2>& view) {
+  return view.shape[0] * view.shape[1];
+}
+
+}  // namespace
+
+DeviceSender::DeviceSender(WeightSink& to, const Contract& contract)
+    : to_(to),
+      contract_(contract),
+      device_(to.device()),
+      stream_(to.stream()),
+      global_(device_, sizeof(float), stream_),
+      error_(device_, stream_) {}
+
+/// Room on the device; what was there may be in use until the stream has come so far, and goes
+/// back to the pool in its order.
+template <typename T>
+TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int64_t cols) {
+  const auto bytes = rows * cols * static_cast<std::int64_t>(sizeof(T));
+  if (buffer.bytes() < bytes) {
+    lists_.clear();  // of bytes that lie elsewhere from now on
+    buffer = Buffer(device_, bytes, stream_);
+  }
+  return {buffer.as<T>(), {rows, cols}, {cols, 1}, device_};
+}
+
+std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
+  if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
+    return put_codes(weight.id, *codes, number);
+  }
+  return quantize ? send_quantized(weight, number) : send_numbers(weight, number);
+}
+
+/// The slot that the next sum() takes.
+std::int64_t DeviceSender::next_slot() {
+  const std::int64_t slot = std::ssize(pending_);
+  if (slot == std::ssize(slots_) * kSlots) {
+    slots_.emplace_back(Buffer(device_, 4 * kSlots, stream_), Buffer(device_, 8 * kSlots, stream_));
+    const auto& [sums, bad] = slots_.back();
+    fill_bytes(sums.as<void>(), device_, 0, sums.bytes(), stream_);
+    fill_bytes(bad.as<void>(), device_, 0xFF, bad.bytes(), stream_);
+  }
+  return slot;
+}
+
+std::uint64_t* DeviceSender::bad_at(std::int64_t slot) {
+  return slots_[static_cast<std::size_t>(slot / kSlots)].second.as<std::uint64_t>() + slot % kSlots;
+}
+
+/// A slot for the CRC of these bytes, on its way when this returns.
+void DeviceSender::sum(std::initializer_list<Bytes> parts, std::size_t number, std::int64_t cols) {
+  std::vector<std::uintptr_t> where;
+  for (const Bytes& part : parts) {
+    where.insert(
+        where.end(),
+        {reinterpret_cast<std::uintptr_t>(part.data), static_cast<std::uintptr_t>(part.shape[0]),
+         static_cast<std::uintptr_t>(part.shape[1]), static_cast<std::uintptr_t>(part.stride[0])});
+  }
+  std::unique_ptr<kernels::Crc32cList>& list = lists_[where];
+  if (!list) {
+    list = std::make_unique<kernels::Crc32cList>(device_, stream_);
+    list->add(parts);
+  }
+  const std::int64_t slot = next_slot();
+  auto* sums = slots_[static_cast<std::size_t>(slot / kSlots)].first.as<std::uint32_t>();
+  list->launch(sums + slot % kSlots, stream_);
+  std::int64_t bytes = 0;
+  for (const Bytes& part : parts) bytes += bytes_of(part);
+  pending_.push_back({number, slot, bytes, cols});
+}
+
+std::int64_t DeviceSender::send_numbers(const Weight& weight, std::size_t number) {
+  const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
+  TensorView<const Bf16, 2> numbers;
+  if (bf16 != nullptr) {
+    numbers = *bf16;
+  } else {
+    const auto& f32 = std::get<TensorView<const float, 2>>(weight.value);
+    const auto rounded = room<Bf16>(numbers_, f32.shape[0], f32.shape[1]);
+    kernels::round_weight(f32, rounded, bad_at(next_slot()), stream_);
+    numbers = rounded;
+  }
+  to_.put({weight.id, numbers});
+  const auto [rows, cols] = numbers.shape;
+  sum({{reinterpret_cast<const std::uint8_t*>(numbers.data),
+        {rows, 2 * cols},
+        {2 * numbers.stride[0], 1},
+        device_}},
+      number, cols);
+  return rows * cols * 2;
+}
+
+/// In FP32, as they are or back from BF16.
+TensorView<const float, 2> DeviceSender::masters(const Weight& weight) {
+  if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) return *f32;
+  const std::vector<float> here = f32_of(weight);
+  const std::int64_t rows = rows_of(weight);
+  const auto there = room<float>(f32_, rows, std::ssize(here) / rows);
+  copy_bytes(there.data, device_, here.data(), {}, std::ssize(here) * 4, stream_);
+  synchronize(device_, stream_);  // `here` ends
+  return there;
+}
+
+std::int64_t DeviceSender::send_quantized(const Weight& weight, std::size_t number) {
+  const TensorView<const float, 2> f32 = masters(weight);
+  const Quantizer& rule = contract_.weight;
+  const auto [rows, cols] = f32.shape;
+  const PackedView<std::uint8_t> packed = {
+      room<std::uint8_t>(codes_, rows, rule.code_bytes(cols)),
+      room<std::uint8_t>(scales_, rule.scale_rows(rows), rule.scale_cols(cols)),
+      {global_.as<float>(), {1}, {0}, device_}};
+  try {
+    kernels::quantize_weight(f32, rule, packed, stream_);
+  } catch (const Error& error) {
+    throw Error(cat({"weight ", to_string(weight.id), ": ", error.what()}));
+  }
+  const auto back = room<float>(back_, rows, cols);
+  kernels::dequantize({.codes = packed, .rule = rule, .f32 = back}, stream_);
+  error_.add(f32, back);
+  PackedView<const std::uint8_t> codes = packed;
+  codes.global.shape[0] = rows;
+  return put_codes(weight.id, codes, number);
+}
+
+std::int64_t DeviceSender::put_codes(const WeightId& id,
+                                     const PackedView<const std::uint8_t>& codes,
+                                     std::size_t number) {
+  to_.put({id, codes});
+  Bytes global = {
+      reinterpret_cast<const std::uint8_t*>(codes.global.data), {1, 4}, {4, 1}, device_};
+  if (codes.global.empty()) {  // it counts as 1
+    constexpr float kOne = 1.0f;
+    copy_bytes(global_.as<void>(), device_, &kOne, {}, sizeof kOne, stream_);
+    global.data = global_.as<std::uint8_t>();
+  }
+  sum({codes.codes, codes.scales, codes.mantissas, global}, number, 0);
+  return bytes_of(codes.codes) + bytes_of(codes.scales) + bytes_of(codes.mantissas) + 4;
+}
+
+void DeviceSender::end(std::span<const WeightId> ids, std::span<std::uint32_t> checksums) {
+  std::vector<std::uint32_t> sums(slots_.size() * kSlots);
+  std::vector<std::uint64_t> bad(sums.size());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto& [of_sums, of_bad] = slots_[i];
+    copy_bytes(sums.data() + i * kSlots, {}, of_sums.as<void>(), device_, 4 * kSlots, stream_);
+    copy_bytes(bad.data() + i * kSlots, {}, of_bad.as<void>(), device_, 8 * kSlots, stream_);
+  }
+  synchronize(device_, stream_);
+  for (const Pending& one : pending_) {
+    const std::uint64_t at = bad[static_cast<std::size_t>(one.slot)];
+    if (at != kNone) {
+      throw Error(cat({"weight ", to_string(ids[one.number]), " holds at row ",
+                       static_cast<std::int64_t>(at) / one.cols, ", column ",
+                       static_cast<std::int64_t>(at) % one.cols,
+                       " what BF16 cannot hold: nothing was committed"}));
+    }
+    checksums[one.number] =
+        kernels::crc_of_sum(sums[static_cast<std::size_t>(one.slot)], one.bytes);
+  }
+}
+
+}  // namespace lockstep::sync

@@ -1,0 +1,68 @@
+/// What refit() does with masters that lie on the device where their receiver's memory is.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "contract/contract.h"
+#include "device/memory.h"
+#include "kernels/exact/crc32c.h"
+#include "kernels/exact/weight_numbers.h"
+#include "model/weights.h"
+
+namespace lockstep::sync {
+
+/// All of it in the order of the sink's stream, in memory that is reused from weight to weight:
+/// what is sent has been read before it is written again.
+class DeviceSender {
+ public:
+  DeviceSender(WeightSink& to, const Contract& contract);
+
+  /// Puts a weight: quantized, or in BF16, or the codes that it comes as. `number` counts all
+  /// weights of the refit. Returns the bytes of what was put.
+  std::int64_t send(const Weight& weight, bool quantize, std::size_t number);
+
+  /// Waits; fills in the CRC32C of each weight by its number. Throws Error naming one that BF16
+  /// cannot hold.
+  void end(std::span<const WeightId> ids, std::span<std::uint32_t> checksums);
+  double relative_error() const { return error_.relative(); }
+
+ private:
+  using Bytes = TensorView<const std::uint8_t, 2>;
+  struct Pending {
+    std::size_t number = 0;
+    std::int64_t slot = 0;
+    std::int64_t bytes = 0;
+    std::int64_t cols = 0;
+  };
+
+  template <typename T>
+  TensorView<T, 2> room(Buffer& buffer, std::int64_t rows, std::int64_t cols);
+  std::int64_t send_numbers(const Weight& weight, std::size_t number);
+  TensorView<const float, 2> masters(const Weight& weight);
+  std::int64_t send_quantized(const Weight& weight, std::size_t number);
+  std::int64_t put_codes(const WeightId& id, const PackedView<const std::uint8_t>& codes,
+                         std::size_t number);
+  void sum(std::initializer_list<Bytes> parts, std::size_t number, std::int64_t cols);
+  std::int64_t next_slot();
+  std::uint64_t* bad_at(std::int64_t slot);
+
+  WeightSink& to_;
+  const Contract& contract_;
+  Device device_;
+  Stream stream_;
+  Buffer codes_, scales_, global_, numbers_, f32_, back_;
+  kernels::WeightError error_;
+  // By where the bytes lie: of one item each.
+  std::map<std::vector<std::uintptr_t>, std::unique_ptr<kernels::Crc32cList>> lists_;
+  // Slots of a sum and of the first element that is not finite, kSlots a piece.
+  std::vector<std::pair<Buffer, Buffer>> slots_;
+  std::vector<Pending> pending_;
+};
+
+}  // namespace lockstep::sync
