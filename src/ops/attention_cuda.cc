@@ -1,3 +1,6 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,5 +1,7 @@
+#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <utility>

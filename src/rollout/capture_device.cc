@@ -7,7 +7,7 @@
 namespace lockstep::rollout {
 namespace {
 
-constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kPieceAlignment = 256;
 constexpr std::size_t kForms = 4, kSites = 8;
 
 /// Codes that lie in rows, a token's slots in one.
@@ -47,7 +47,7 @@ void DeviceCapture::begin(std::int64_t rows, const KeptRows& kept, const KeptRow
 
 std::int64_t DeviceCapture::reserve(std::int64_t bytes) {
   const std::int64_t offset = now_.bytes;
-  now_.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  now_.bytes += (bytes + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
   return offset;
 }
 

@@ -11,7 +11,7 @@
 namespace lockstep::rollout {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;
+constexpr std::int64_t kPlaneAlignment = 64;
 constexpr std::int64_t kSlabSlots = 32;  // to pin memory is dear, however little it is
 constexpr std::int64_t kReadBytes = 64 << 20;
 
@@ -76,7 +76,7 @@ std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_
       const std::size_t place = 2 * l + (is_v ? 1 : 0);
       if (place < contract.kv_exponents.size()) kv.exponent = contract.kv_exponents[place];
       offset += std::int64_t{kv.row_bytes} * page_tokens;
-      offset = (offset + kAlignment - 1) / kAlignment * kAlignment;
+      offset = (offset + kPlaneAlignment - 1) / kPlaneAlignment * kPlaneAlignment;
     }
   }
   for (LayerKv& layer : layers) layer.k.page_bytes = layer.v.page_bytes = offset;

@@ -5,7 +5,7 @@
 namespace lockstep::rollout {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;
+constexpr std::int64_t kPartAlignment = 64;
 
 }  // namespace
 
@@ -16,7 +16,7 @@ void Upload::send() {
   std::int64_t bytes = 0;
   for (Part& part : parts_) {
     part.offset = bytes;
-    bytes += (part.bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes += (part.bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
   }
   sent_.wait();  // what was sent last has left the pinned memory long ago
   if (pinned_.bytes() < bytes) pinned_ = PinnedBuffer(bytes);

@@ -1,4 +1,7 @@
 /// The same sites on a CUDA device: nothing here waits but settle().
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/where.h>
+
 #include <algorithm>
 
 #include "kernels/exact/guide.h"
