@@ -181,9 +181,12 @@ double median_ms(Forward& forward, const Pass& pass, std::span<const LayerKv> ca
   return times[4];
 }
 
-void decode(cuda::Bench& bench, const char* name, const Contract& contract,
+void decode(cuda::Bench& bench, const char* name, Contract contract,
             const std::vector<Decoding>& cases) {
-  const Agreement agreement = {.model = qwen3_30b_a3b(), .contract = contract, .guide = {}};
+  const ModelConfig model = qwen3_30b_a3b();
+  if (contract.k.quantizes())
+    contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
+  const Agreement agreement = {.model = model, .contract = contract, .guide = {}};
   const OwnedStream stream(bench.device());
   Forward forward(agreement, {}, bench.device(), stream);
   {
@@ -215,7 +218,7 @@ void decode_entry(cuda::Bench& bench) {
          {{1, 8192}, {8, 8192}, {64, 8192}, {8, 65536}, {8, 131072}});
 }
 
-const cuda::BenchEntry kDecode("decode", decode_entry);
+const cuda::BenchEntry kDecode("whole_pass", decode_entry);
 
 }  // namespace
 }  // namespace lockstep::rollout
