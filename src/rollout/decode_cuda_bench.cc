@@ -213,7 +213,7 @@ void decode_entry(cuda::Bench& bench) {
   bench.heading("a decoding pass of Qwen3-30B-A3B's 48 layers and head");
   const std::int32_t layers = qwen3_30b_a3b().num_layers;
   decode(bench, "decode nvfp4 (W4A4, FP4 cache)", contracts::lockstep(layers),
-         {{1, 8192}, {8, 8192}, {64, 8192}, {128, 8192}, {8, 65536}, {8, 131072}, {64, 65536}});
+         {{1, 8192}, {8, 8192}, {64, 8192}, {128, 8192}, {8, 65536}, {8, 131072}, {32, 65536}});
   decode(bench, "decode bf16", contracts::bf16(),
          {{1, 8192}, {8, 8192}, {64, 8192}, {8, 65536}, {8, 131072}});
 }
