@@ -19,8 +19,6 @@ function(lockstep_folder name)
   if(NOT LOCKSTEP_CUDA)
     list(FILTER sources EXCLUDE REGEX "_cuda\\.cc$")
   else()
-    file(GLOB_RECURSE host CONFIGURE_DEPENDS src/${name}/*_cuda.cc)
-    set_source_files_properties(${host} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     file(GLOB_RECURSE cuda CONFIGURE_DEPENDS src/${name}/*_cuda.cu)
     # They read torch whole, and nobody waits for them at a first run.
     file(GLOB_RECURSE apart CONFIGURE_DEPENDS src/${name}/*_cuda.cc)
