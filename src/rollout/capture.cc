@@ -75,7 +75,7 @@ void Capture::begin(const Pass& pass) {
     impl_->kept.add(row, pass.keys[at]);
     if (impl_->audited(pass.keys[at])) impl_->audit.add(row, pass.keys[at]);
   }
-  impl_->kept.all = std::ssize(impl_->kept.keys) == pass.rows();
+  impl_->kept.all = std::ssize(impl_->kept.keys) == pass.asked_rows();
   if (impl_->there) impl_->want_places();
 }
 
@@ -170,8 +170,10 @@ void Capture::drop() {
   if (impl_->there) impl_->there->drop();
 }
 
-std::pair<std::size_t, std::size_t> Capture::kept() const {
-  return {impl_->kept.keys.size(), impl_->audit.keys.size()};
+std::array<std::int64_t, 3> Capture::shape() const {
+  if (!impl_->there) return {};
+  const std::int64_t numbers = impl_->bf16 ? std::ssize(impl_->kept.keys) : 0;
+  return {impl_->kept.empty() ? 0 : 1 + numbers, impl_->there->gathered(), impl_->at.moves};
 }
 
 void Capture::Impl::append_kv(std::span<const TokenKey> of,

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "device/view.h"
@@ -62,8 +62,9 @@ class Capture {
   void flush();
   /// Forgets the rows of the pass that begin() began: it failed.
   void drop();
-  /// What a graph of a pass depends on beside the pass: how many rows are kept and audited.
-  std::pair<std::size_t, std::size_t> kept() const;
+  /// On a CUDA device: what the work that it gave for a pass depends on beside the number of rows.
+  /// Where two passes differ in it, one cannot be repeated for the other.
+  std::array<std::int64_t, 3> shape() const;
 
   /// Rows of a span in the cache: `pages` [..] by position, where each page's bytes lie now, on the
   /// device or swapped out.

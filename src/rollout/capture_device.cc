@@ -1,6 +1,7 @@
 #include "rollout/capture_device.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "kernels/dense/elementwise.h"
 
@@ -43,6 +44,10 @@ void DeviceCapture::begin(std::int64_t rows, const KeptRows& kept, const KeptRow
   for (const Kept& place : now_.places) index_[slot_of(place.form, place.place)] = -1;
   now_ = {.kept = kept, .audited = audited, .count = rows, .places = {}, .bytes = 0};
   is_now_ = false;
+  // Filled up to a number of which there are few, with a row that nobody reads there.
+  audit_rows_ = audited.rows;
+  if (!audit_rows_.empty())
+    audit_rows_.resize(std::bit_ceil(std::max<std::size_t>(audit_rows_.size(), 4)));
 }
 
 std::int64_t DeviceCapture::reserve(std::int64_t bytes) {
@@ -73,7 +78,7 @@ void DeviceCapture::want_numbers(Place place, std::int64_t width) {
 
 void DeviceCapture::want_audits(Place place, std::int64_t slots, std::int64_t code_bytes,
                                 std::int64_t scale_bytes) {
-  const std::int64_t rows = std::ssize(now_.audited.keys);
+  const std::int64_t rows = std::ssize(audit_rows_);
   Kept& kept = add(Form::kAudits, place, rows, slots * code_bytes);
   kept.slots = slots;
   kept.scale_bytes = scale_bytes;
@@ -86,7 +91,7 @@ void DeviceCapture::commit() {
   there_ = static_cast<std::byte*>(arena_.take(now_.bytes));
   upload_.begin();
   kept_index_ = upload_.add(now_.kept.rows);
-  audit_index_ = upload_.add(now_.audited.rows);
+  audit_index_ = upload_.add(audit_rows_);
   upload_.send();
 }
 

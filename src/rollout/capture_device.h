@@ -33,6 +33,9 @@ class DeviceCapture {
   void take_numbers(Place place, TensorView<const Bf16, 2> x);
   void take_audits(Place place, const PackedView<const std::uint8_t>& codes);
 
+  /// Of audits.
+  std::int64_t gathered() const { return std::ssize(audit_rows_); }
+
   /// The pass has been given: it will be copied beside what follows.
   void send();
   /// Waits for what was sent and puts it into the sink.
@@ -72,6 +75,7 @@ class DeviceCapture {
   bool is_now_ = false;              // what is underway is what begin() began
   std::vector<std::int32_t> index_;  // of now_.places, by form and place; -1: none
   std::size_t kept_index_ = 0, audit_index_ = 0;
+  std::vector<std::int32_t> audit_rows_;  // of now_.audited, and more
   Upload upload_;
   Room arena_;
   std::byte* there_ = nullptr;

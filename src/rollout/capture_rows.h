@@ -17,7 +17,7 @@ namespace lockstep::rollout {
 struct KeptRows {
   std::vector<std::int32_t> rows{};
   std::vector<TokenKey> keys{};
-  bool all = false;  // every row is kept
+  bool all = false;  // every row is kept that is asked for
 
   void clear() { *this = {}; }
   void add(std::int32_t row, TokenKey key) {

@@ -114,6 +114,8 @@ struct Engine::Impl {
   bool held_back = false;
   Counts counts{};
   std::vector<std::vector<std::int32_t>> tables{};  // of frames, of each sequence in the pass
+  const std::vector<std::int32_t> spare{cache.spare_frame()};
+  const bool fills_up = cache.spare_frame() >= 0 && options.residual_scope != ResidualScope::kBatch;
   std::set<std::pair<PromptId, std::int32_t>> under_way{};  // prompts and samples that record
   std::vector<std::pair<Order, Trajectory>> finished{};
 };
@@ -231,6 +233,9 @@ Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& 
     }
   }
   if (all_fresh) pass.fresh.clear();
+  const bool decodes = pass.wanted.size() == pass.tokens.size() && chunks.size() == wanted.size();
+  // A choice for the batch would see the rows that fill it up.
+  if (decodes && fills_up) fill_up(pass, spare);
   return pass;
 }
 
@@ -262,7 +267,7 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
     throw;
   }
   ++counts.passes;
-  counts.rows += pass.rows();
+  counts.rows += pass.asked_rows();
   counts.peak_frames = std::max(counts.peak_frames, cache.used_frames());
   for (const Chunk& chunk : chunks) {
     chunk.sequence->fed += chunk.count;
@@ -523,6 +528,7 @@ Metrics Engine::metrics() {
               {"rollout/recalled_tokens", number(c.recalled_tokens)},
               {"rollout/rewritten_tokens", number(c.rewritten_tokens)},
               {"rollout/passes", number(c.passes)},
+              {"rollout/replayed_passes", number(impl_->forward.take_replays())},
               {"rollout/rows_per_pass", c.passes > 0 ? number(c.rows) / number(c.passes) : 0.0},
               {"rollout/seconds", c.seconds},
               {"rollout/tokens_per_s", c.seconds > 0.0 ? number(c.tokens) / c.seconds : 0.0},

@@ -1,6 +1,7 @@
 #include "rollout/forward.h"
 
 #include <algorithm>
+#include <array>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -12,6 +13,7 @@
 #include "rollout/door.h"
 #include "rollout/forward_experts.h"
 #include "rollout/pass_checks.h"
+#include "rollout/pass_graphs.h"
 #include "rollout/pass_view.h"
 #include "rollout/weights.h"
 
@@ -40,6 +42,19 @@ void require_pass(const Pass& pass, const ModelConfig& model, std::size_t layers
   }
 }
 
+/// All that the work for a pass of one row a sequence depends on.
+PassShape shape_of(const PassView& view, std::span<const LayerKv> cache, const Capture& capture) {
+  const std::array<std::int64_t, 3> kept = capture.shape();
+  return {view.rows,
+          view.where.table.shape[1],
+          std::ssize(view.wanted),
+          kept[0],
+          kept[1],
+          kept[2],
+          reinterpret_cast<std::intptr_t>(cache.data()),
+          reinterpret_cast<std::intptr_t>(&capture)};
+}
+
 }  // namespace
 
 struct Forward::Impl {
@@ -55,12 +70,14 @@ struct Forward::Impl {
 
   TensorView<const float, 2> run(const Pass& pass, std::span<const LayerKv> cache,
                                  Capture& capture);
+  void give(const Pass& pass, std::span<const LayerKv> cache, Capture& capture);
   void grow_rope(const Pass& pass);
   void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache, Capture& capture);
   void feed(const Pass& pass, std::int32_t layer, Capture& capture);
   void add(std::int32_t layer, Check check, TensorView<Bf16, 2> x);
   std::span<std::byte> attention_room();
-  TensorView<const float, 2> logits_of();
+  TensorView<float, 2> logits();
+  void predict();
 
   Agreement agreement;
   Options options;
@@ -70,6 +87,7 @@ struct Forward::Impl {
   PassChecks checks;
   PassUpload upload;
   kernels::RopeTable rope;
+  PassGraphs graphs;
 
   // Of the pass that runs; memory is kept from pass to pass.
   PassView view;
@@ -89,16 +107,27 @@ TensorView<const float, 2> Forward::Impl::run(const Pass& pass, std::span<const 
   weights.require_ready();
   require_pass(pass, agreement.model, cache.size());
   rows = pass.rows();
+  checks.begin(pass);
   if (rows == 0) return logits_.view(0, agreement.model.vocabulary);
   grow_rope(pass);
   view = upload.view(pass, cache[0].k.page_tokens);
-  checks.begin(pass);
+  if (pass.real_rows < 0 || !at.on_cuda()) {
+    give(pass, cache, capture);
+  } else {
+    graphs.run(at, shape_of(view, cache, capture), [&] { give(pass, cache, capture); });
+  }
+  return logits();
+}
+
+/// Gives the pass to the device. On a CUDA device nothing here depends on what is in it: equal
+/// shapes give equal work.
+void Forward::Impl::give(const Pass& pass, std::span<const LayerKv> cache, Capture& capture) {
   kernels::gather_rows(weights.embedding(), view.tokens, h(), at.stream);
   for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
     attend(pass, layer, cache[static_cast<std::size_t>(layer)], capture);
     feed(pass, layer, capture);
   }
-  return logits_of();
+  predict();
 }
 
 /// On a CUDA device in large steps, since what runs there has to end first.
@@ -201,21 +230,22 @@ void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> x) 
   checks.look(checks.cell(layer, check));
 }
 
-TensorView<const float, 2> Forward::Impl::logits_of() {
+TensorView<float, 2> Forward::Impl::logits() {
+  return logits_.view(std::ssize(view.wanted), agreement.model.vocabulary);
+}
+
+void Forward::Impl::predict() {
   const ModelConfig& model = agreement.model;
-  const auto count = std::ssize(view.wanted);
-  const auto last = wanted_.view(count, model.hidden);
-  const auto logits = logits_.view(count, model.vocabulary);
-  if (count == 0) return logits;
+  const auto last = wanted_.view(std::ssize(view.wanted), model.hidden);
+  if (view.wanted.empty()) return;
   kernels::gather_rows(h(), view.wanted, last, at.stream);
   kernels::rms_norm({.x = last, .weight = weights.final_norm(), .eps = model.rms_eps, .y = last},
                     at.stream);
   kernels::linear_bf16(
-      {.x = last, .weight = weights.head(), .y = logits, .split_k = options.drift.split_k},
+      {.x = last, .weight = weights.head(), .y = logits(), .split_k = options.drift.split_k},
       at.stream);
-  kernels::first_nonfinite(logits, checks.logits(), at.stream);
+  kernels::first_nonfinite(logits(), checks.logits(), at.stream);
   checks.look(checks.logits());
-  return logits;
 }
 
 Forward::Forward(const Agreement& agreement, const Options& options, Device device, Stream stream) {
@@ -235,6 +265,8 @@ void Forward::finish() {
   synchronize(impl_->at.device, impl_->at.stream);
   impl_->checks.settle();
 }
+
+std::int64_t Forward::take_replays() { return impl_->graphs.take_replays(); }
 
 WeightSink& Forward::weights() { return impl_->weights; }
 

@@ -41,6 +41,9 @@ class Forward {
                                  Capture& capture);
   void finish();
 
+  /// Passes that were one call to the device, since the last call of this.
+  std::int64_t take_replays();
+
   /// Codes and BF16 weights, written in place, laid out for the kernels. commit() answers with the
   /// CRC32C of each weight as it was put: codes, then scales, then global scale bytes; or BF16.
   WeightSink& weights();
@@ -52,7 +55,8 @@ class Forward {
   /// activations, K and V; fp4/scale/sat_frac of those of K and V; fp4/scale/top_err
   /// (TopError) of activations; fp4/mx/act/* (kernels::MxError) of a sample of them under
   /// MXFP4. Empty where none were quantized. On a CUDA device, which it waits for, without the last
-  /// two, and where the experts are one op (ForwardExperts) without the blocks of w2_in.
+  /// two, and where the experts are one op (ForwardExperts) without the blocks of w2_in; rows that
+  /// fill a pass up count.
   Metrics metrics();
 
  private:

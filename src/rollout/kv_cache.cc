@@ -97,7 +97,8 @@ KvCache::KvCache(const Agreement& agreement, const Options& options, Device devi
   frame_count_ = static_cast<std::int32_t>(std::min<std::int64_t>(frames, INT32_MAX));
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;
   // Not set to zero: pages of a cache that is larger than its use cost nothing until written.
-  pool_ = pool_of(frame_count_ * page_bytes_, options, device, stream);
+  const std::int64_t pages = std::int64_t{frame_count_} + (spare_frame() >= 0 ? 1 : 0);
+  pool_ = pool_of(pages * page_bytes_, options, device, stream);
   for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.as<>();
   free_frames_.resize(static_cast<std::size_t>(frame_count_));
   for (std::int32_t i = 0; i < frame_count_; ++i) {

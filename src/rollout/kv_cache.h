@@ -72,6 +72,10 @@ class KvCache {
   bool on_host(Page page) const { return at(page).frame < 0; }
 
   std::int32_t frame(Page page) const { return at(page).frame; }
+  /// On a CUDA device a frame of no page, where rows that only fill a pass up may write; else -1.
+  std::int32_t spare_frame() const {
+    return device_.kind == Device::Kind::kCuda ? frame_count_ : -1;
+  }
   /// Where they lie: on the device, or on_host().
   const std::byte* bytes(Page page) const;
 

@@ -25,6 +25,7 @@ PassChecks::PassChecks(std::int32_t layers, Workplace& at)
     : layers_(layers), at_(&at), cells_(at.device, bytes(), at.stream), fetched_(bytes()) {}
 
 void PassChecks::begin(const Pass& pass) {
+  rows_ = static_cast<std::int32_t>(pass.asked_rows());
   tokens_ = pass.tokens;
   keys_ = pass.keys;
   wanted_ = pass.wanted;
@@ -34,8 +35,7 @@ void PassChecks::begin(const Pass& pass) {
 
 void PassChecks::look(const std::int32_t* cell) const {
   if (at_->on_cuda()) return;
-  const auto rows = static_cast<std::int32_t>(tokens_.size());
-  if (*cell < rows) stop(static_cast<std::int32_t>(cell - cells_.as<std::int32_t>()), *cell);
+  if (*cell < rows_) stop(static_cast<std::int32_t>(cell - cells_.as<std::int32_t>()), *cell);
 }
 
 void PassChecks::fetch() {
@@ -47,9 +47,8 @@ void PassChecks::fetch() {
 void PassChecks::settle() {
   if (!asked_) return;
   asked_ = false;
-  const auto rows = static_cast<std::int32_t>(tokens_.size());
   for (std::int32_t i = 0; i <= layers_ * kChecks; ++i) {
-    if (const std::int32_t row = fetched_.as<std::int32_t>()[i]; row < rows) stop(i, row);
+    if (const std::int32_t row = fetched_.as<std::int32_t>()[i]; row < rows_) stop(i, row);
   }
 }
 

@@ -44,6 +44,7 @@ class PassChecks {
   PinnedBuffer fetched_;
   bool asked_ = false;
   // Of the pass.
+  std::int32_t rows_ = 0;  // that somebody asks for
   std::vector<Token> tokens_;
   std::vector<TokenKey> keys_;
   std::vector<std::int32_t> wanted_;

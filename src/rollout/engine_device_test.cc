@@ -1,0 +1,148 @@
+// An engine on a CUDA device beside one on the CPU, and what is only there.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+
+#include "rollout/engine_rig.h"
+
+namespace lockstep::rollout {
+namespace {
+
+using testing::batch;
+using testing::expect_complete;
+using testing::expect_same;
+using testing::MemoryTrace;
+using testing::random_tokens;
+using testing::refusal;
+using testing::request;
+using testing::Rig;
+using testing::small_agreement;
+using testing::small_bf16;
+
+using EngineBesideCpu = fixture::OnDevice;
+
+INSTANTIATE_TEST_SUITE_P(Devices, EngineBesideCpu, ::testing::ValuesIn(devices()), name_of_device);
+
+struct Likeness {
+  double mean = 0, most = 0;  // of |log p - log p'|
+  double codes = 1;           // bytes of records that are equal
+};
+
+Likeness compare(const Rig& a, const std::vector<Trajectory>& of_a, const Rig& b,
+                 const std::vector<Trajectory>& of_b) {
+  Likeness seen;
+  double count = 0, bytes = 0, equal = 0;
+  for (std::size_t i = 0; i < of_a.size(); ++i) {
+    for (std::size_t t = 1; t < of_a[i].tokens.size(); ++t) {
+      const double d =
+          std::abs(static_cast<double>(of_a[i].rollout_logp[t]) - of_b[i].rollout_logp[t]);
+      seen.mean += d;
+      seen.most = std::max(seen.most, d);
+      ++count;
+    }
+    const MemoryTrace::Records ours = a.trace.records(of_a[i]), theirs = b.trace.records(of_b[i]);
+    EXPECT_EQ(ours.size(), theirs.size());
+    for (const auto& [key, row] : ours) {
+      const auto found = theirs.find(key);
+      if (found == theirs.end() || found->second.size() != row.size()) {
+        ADD_FAILURE() << "position " << std::get<0>(key);
+        continue;
+      }
+      for (std::size_t j = 0; j < row.size(); ++j) equal += row[j] == found->second[j];
+      bytes += static_cast<double>(row.size());
+    }
+  }
+  seen.mean /= count;
+  if (bytes > 0) seen.codes = equal / bytes;
+  return seen;
+}
+
+// docs/tolerances.md has what was seen.
+TEST_P(EngineBesideCpu, ScoresAndCodesAreNearlyThoseOfTheCpu) {
+  Agreement w4a16 = small_agreement(Guidance::kFullForced);
+  w4a16.contract.activation = {};
+  w4a16.guide.sites = {Site::kK, Site::kV};
+  const auto run = [&](const char* name, const Agreement& agreement, const Options& options,
+                       double mean, double codes) {
+    std::vector<Trajectory> given;
+    for (std::int64_t i = 0; i < 8; ++i) {
+      given.push_back({.prompt = PromptId{i}, .tokens = random_tokens(60, 100 + i)});
+    }
+    Rig here(agreement, options);
+    fixture::device_under_test() = {};
+    Rig cpu(agreement, options);
+    fixture::device_under_test() = GetParam();
+    const Likeness seen = compare(here, here.engine.rescore(given), cpu, cpu.engine.rescore(given));
+    std::printf("%s: mean |d log p| %.3g, most %.3g; bytes of records equal %.5f\n", name,
+                seen.mean, seen.most, seen.codes);
+    if (!on_cuda()) {
+      EXPECT_EQ(seen.most, 0.0);
+      EXPECT_EQ(seen.codes, 1.0);
+    }
+    EXPECT_LT(seen.mean, mean) << name;
+    EXPECT_GT(seen.codes, codes) << name;
+  };
+  Options noisy, quads;
+  noisy.drift.noise = 0.02f;
+  quads.residual = Residual::kChannels;
+  run("bf16", small_bf16(), {}, 0.01, 0.95);
+  run("w4a16", w4a16, {}, 0.03, 0.95);
+  run("w4a4", small_agreement(Guidance::kFullForced), {}, 0.03, 0.95);
+  run("w4a4, noise", small_agreement(Guidance::kFullForced), noisy, 0.03, 0.95);
+  run("quads", small_agreement(Guidance::kFullForced), quads, 0.03, 0.95);
+}
+
+/// Decoding is given to the device again and again, and that changes no bit: not of a pass that was
+/// filled up, nor of one that comes after longer ones.
+TEST_P(EngineBesideCpu, PassesThatAreReplayedGiveTheSameBits) {
+  const Agreement agreement = small_agreement();
+  std::vector<Request> requests;
+  for (std::int64_t i = 0; i < 3; ++i) requests.push_back(request(2 * i, 9, 7, 60));
+  Rig together(agreement), alone(agreement);
+  const std::vector<Trajectory> out = generate(together.engine, requests);
+  const Metrics seen = together.engine.metrics();
+  if (on_cuda()) {
+    EXPECT_GT(seen.at("rollout/replayed_passes"), 20.0);
+  } else {
+    EXPECT_EQ(seen.at("rollout/replayed_passes"), 0.0);
+  }
+  std::vector<Trajectory> one_by_one;
+  for (const Request& r : requests) {
+    for (Trajectory& t : generate(alone.engine, {r})) one_by_one.push_back(std::move(t));
+  }
+  expect_same(together, out, alone, one_by_one);
+  for (const Trajectory& t : out) expect_complete(together, t);
+}
+
+TEST_P(EngineBesideCpu, RefusesInOneLineWhatTheDeviceHasNoKernelFor) {
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const auto made = [&](const Agreement& a, const Options& options = {}) {
+    return refusal([&] { Engine(a, options, GetParam(), nullptr, *comm); });
+  };
+  Agreement a = small_agreement();
+  a.contract.v = {};
+  Options halves;
+  halves.drift.split_k = true;
+  Agreement mx = small_agreement();
+  mx.contract = contracts::preset("mx-rceil", mx.model.num_layers);
+  EXPECT_EQ(made(a).find("contract.k and contract.v differ") != std::string::npos, on_cuda());
+  EXPECT_EQ(made(small_agreement(), halves).find("drift.split_k") != std::string::npos, on_cuda());
+  EXPECT_EQ(made(mx).find("MXFP4") != std::string::npos, on_cuda());
+  for (const std::string& line : {made(a), made(small_agreement(), halves), made(mx)}) {
+    EXPECT_EQ(line.find("device = \"cpu\"") != std::string::npos, on_cuda()) << line;
+  }
+}
+
+TEST(EngineDevice, SaysWhyThereIsNone) {
+  const std::unique_ptr<Comm> comm = Comm::single();
+  const std::string line = refusal([&] {
+    Engine(small_bf16(), {}, Device{Device::Kind::kCuda, 99}, nullptr, *comm);
+  });
+  EXPECT_NE(line.find("device = \"cuda\""), std::string::npos) << line;
+}
+
+}  // namespace
+}  // namespace lockstep::rollout
