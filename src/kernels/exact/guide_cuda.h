@@ -67,8 +67,9 @@ struct GuideTally {
   }
 };
 
-/// The fast rows: NVFP4 and MXFP4 without four over six, whose rows are at most 2048 elements wide,
-/// have one n and lie on 16 bytes. False, and nothing is done, where these are others.
+/// The fast rows: NVFP4 and MXFP4 without four over six, whose rows have one n, lie on 16 bytes and
+/// are at most 16384 elements wide, of MXFP4 2048. False, and nothing is done, where these are
+/// others.
 bool guide_narrow_cuda(const GuideParams& params, cudaStream_t stream);
 
 }  // namespace lockstep::kernels

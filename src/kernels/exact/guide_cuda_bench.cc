@@ -82,7 +82,8 @@ cuda::BenchCase make_case(const cuda::Bench& bench, const std::shared_ptr<std::v
 }
 
 void guide_rows(cuda::Bench& bench) {
-  for (const Size& size : {Size{65536, 2048, 1}, Size{163840, 768, 8}, Size{64, 2048, 1}}) {
+  for (const Size& size :
+       {Size{65536, 2048, 1}, Size{163840, 768, 8}, Size{32768, 4096, 1}, Size{64, 2048, 1}}) {
     const std::int64_t elements = size.rows * size.cols;
     auto sets = std::make_shared<std::vector<Set>>();
     const int count = cuda::Bench::sets_of(4.0 * static_cast<double>(elements));

@@ -29,9 +29,14 @@ struct Row {
   __device__ std::uint32_t amax(int chunk) const { return bytes[chunk] >> 16; }
 };
 
-__device__ bool is_inside(const GuideParams& p, int chunk, int lane) {
-  return chunk * kChunk + lane * 8 < p.cols;
-}
+/// What a warp takes: a row, or of a wide one the part that begins at `first`.
+struct Part {
+  std::uint32_t row;
+  std::int32_t first;
+  std::int32_t cols;
+
+  __device__ bool holds(int chunk, int lane) const { return chunk * kChunk + lane * 8 < cols; }
+};
 
 /// The largest magnitude among eight elements.
 __device__ std::uint32_t amax_of(uint4 x) {
@@ -82,51 +87,63 @@ __device__ Scale own_scale(const GuideParams& p, std::uint32_t amax_bits, std::i
   return scale_of_byte<false>(block_code(amax, n), power_of_two(n));
 }
 
-/// A row at its own scale and nearest.
+/// The largest magnitude that a warp holds.
+template <int kChunks>
+__device__ std::uint32_t amax_of_warp(const uint4 (&x)[kChunks]) {
+  std::uint32_t most = 0;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) most = max(most, amax_of(x[c]));
+  return __reduce_max_sync(0xFFFFFFFFu, most);
+}
+
+/// A row at its own scale and nearest; `amax` is the row's.
 template <bool kMx, int kChunks>
-__device__ void round_row(const GuideParams& p, const uint4 (&x)[kChunks], uint4* out, int lane) {
+__device__ void round_row(const GuideParams& p, Part part, const uint4 (&x)[kChunks],
+                          std::uint32_t amax, uint4* out, int lane) {
   std::int32_t n = p.exponent;
   if (!kMx && p.rule.global == GlobalScale::kPerToken) {
-    std::uint32_t most = 0;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) most = max(most, amax_of(x[c]));
-    n = own_exponent(p.rule, float_of(__reduce_max_sync(0xFFFFFFFFu, most) << 16));
+    n = own_exponent(p.rule, float_of(amax << 16));
   }
   std::uint32_t none = 0;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (c * kChunk >= p.cols) break;
+    if (c * kChunk >= part.cols) break;
     const Scale scale = own_scale<kMx>(p, block_amax<kMx>(x[c]), n);
     const uint4 y = guide_eight<Choice::kNearest, false>(x[c], scale, 0, none);
-    if (is_inside(p, c, lane)) out[c * 32 + lane] = y;
+    if (part.holds(c, lane)) out[c * 32 + lane] = y;
   }
 }
 
 template <int kChunks>
-__device__ void read_row(const GuideParams& p, std::uint32_t index, int lane,
-                         uint4 (&words)[kChunks]) {
-  const auto* x = reinterpret_cast<const uint4*>(p.x + std::int64_t{index} * p.x_stride);
+__device__ void read_row(const GuideParams& p, Part part, int lane, uint4 (&words)[kChunks]) {
+  const Bf16* row = p.x + std::int64_t{part.row} * p.x_stride + part.first;
+  const auto* x = reinterpret_cast<const uint4*>(row);
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) words[c] = is_inside(p, c, lane) ? x[c * 32 + lane] : uint4{};
+  for (int c = 0; c < kChunks; ++c) words[c] = part.holds(c, lane) ? x[c * 32 + lane] : uint4{};
+}
+
+__device__ uint4* out_of(const GuideParams& p, Part part) {
+  return reinterpret_cast<uint4*>(p.out + std::int64_t{part.row} * p.out_stride + part.first);
 }
 
 /// The same where a record was expected: read again, so that such rows cost others no registers.
-template <bool kMx, int kChunks>
-__device__ __noinline__ void round_row_without_record(const GuideParams& p, std::uint32_t index,
-                                                      int lane) {
+template <bool kMx, bool kWide, int kChunks>
+__device__ __noinline__ void round_row_without_record(const GuideParams& p, Part part,
+                                                      std::uint32_t amax, int lane) {
   uint4 x[kChunks];
-  read_row(p, index, lane, x);
-  round_row<kMx>(p, x, reinterpret_cast<uint4*>(p.out + std::int64_t{index} * p.out_stride), lane);
+  read_row(p, part, lane, x);
+  if (!kWide) amax = amax_of_warp(x);
+  round_row<kMx>(p, part, x, amax, out_of(p, part), lane);
 }
 
 /// A row toward its record.
 template <Guidance kGuidance, bool kMx, bool kCounted, int kChunks>
-__device__ int follow_row(const GuideParams& p, const Row<kGuidance, kChunks>& row, uint4* out,
-                          int lane) {
+__device__ int follow_row(const GuideParams& p, Part part, const Row<kGuidance, kChunks>& row,
+                          uint4* out, int lane) {
   std::uint32_t moved = 0;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (c * kChunk >= p.cols) break;
+    if (c * kChunk >= part.cols) break;
     Scale scale;
     if constexpr (kGuidance == Guidance::kLsbScaleMod4) {
       const std::int32_t block = block_of<kMx>(row.first_block, c, lane);
@@ -137,7 +154,7 @@ __device__ int follow_row(const GuideParams& p, const Row<kGuidance, kChunks>& r
     // What lies beyond the row is zero, at a scale of its own, and never moved.
     const uint4 y =
         guide_eight<choice_of(kGuidance), kCounted>(row.x[c], scale, row.recorded(c), moved);
-    if (is_inside(p, c, lane)) out[c * 32 + lane] = y;
+    if (part.holds(c, lane)) out[c * 32 + lane] = y;
   }
   return kCounted ? sum_of_moved(moved) : 0;
 }
@@ -153,17 +170,18 @@ __device__ std::uint32_t read_word(const std::uint8_t* bytes) {
 
 /// Reads what is recorded of a row.
 template <Guidance kGuidance, bool kMx, int kChunks>
-__device__ void read_record(const GuideParams& p, const GuideRecord& record, std::int32_t slot,
-                            int lane, Row<kGuidance, kChunks>& row) {
+__device__ void read_record(const GuideParams& p, Part part, const GuideRecord& record,
+                            std::int32_t slot, int lane, Row<kGuidance, kChunks>& row) {
   constexpr Choice kChoice = choice_of(kGuidance);
-  row.first_block = slot * p.cols / (kMx ? 32 : 16);
+  const std::int32_t first = slot * p.cols + part.first;
+  row.first_block = first / (kMx ? 32 : 16);
   row.n = p.layout.exponents > 0 ? record.exponents[slot] : p.exponent;
-  const std::int32_t at = slot * p.cols + lane * 8;
+  const std::int32_t at = first + lane * 8;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     row.bytes[c] = 0;
     if constexpr (kChoice >= Choice::kCodeGuided) row.codes[c] = 0;
-    if (!is_inside(p, c, lane)) continue;
+    if (!part.holds(c, lane)) continue;
     const std::int32_t block = block_of<kMx>(row.first_block, c, lane);
     const std::uint32_t scale =
         record.scales[kGuidance == Guidance::kLsbScaleMod4 ? block / 4 : block];
@@ -228,43 +246,80 @@ __device__ bool sees_nonfinite(Row<kGuidance, kChunks>& row) {
   return (most & 0x7F80u) == 0x7F80u || (most & 0x7F800000u) == 0x7F800000u;
 }
 
-/// Returns how many of the lane's elements were moved.
-template <Guidance kGuidance, bool kMx, bool kCounted, int kChunks>
-__device__ int guide_row(const GuideParams& p, std::uint32_t index, int lane, GuideTally& tally) {
+/// What must be known of a whole row before any of it is written.
+struct Seen {
+  bool damaged, nonfinite;
+  std::uint32_t amax;  // of a wide row alone
+};
+
+/// The warps of a wide row, one after the other in their block, tell each other. All of a block's
+/// threads call it.
+__device__ Seen see_together(Seen own, int team) {
+  __shared__ std::uint32_t words[kThreads / 32];
+  const auto warp = static_cast<int>(threadIdx.x) / 32;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    words[warp] = own.amax | (own.damaged ? 1u << 16 : 0u) | (own.nonfinite ? 1u << 17 : 0u);
+  }
+  __syncthreads();
+  Seen all{};
+  for (int i = warp / team * team; i < warp / team * team + team; ++i) {
+    all.amax = max(all.amax, words[i] & 0xFFFFu);
+    all.damaged |= (words[i] & 1u << 16) != 0;
+    all.nonfinite |= (words[i] & 1u << 17) != 0;
+  }
+  return all;
+}
+
+/// Returns how many of the lane's elements were moved. Of a wide row's `team` of warps each calls
+/// it with its part of it.
+template <Guidance kGuidance, bool kMx, bool kCounted, bool kWide, int kChunks>
+__device__ int guide_row(const GuideParams& p, Part part, int team, int lane, GuideTally& tally) {
   constexpr bool kGuided = kGuidance != Guidance::kOwnScale;
-  auto* out = reinterpret_cast<uint4*>(p.out + std::int64_t{index} * p.out_stride);
+  uint4* out = out_of(p, part);
   Row<kGuidance, kChunks> row;
-  read_row(p, index, lane, row.x);
+  read_row(p, part, lane, row.x);
   const auto slots = static_cast<std::uint32_t>(p.shape.slots);
-  const std::uint32_t token = slots == 1 ? index : index / slots;
-  const auto slot = static_cast<std::int32_t>(index - token * slots);
-  bool covered = kGuided && p.is_present(token);
+  const std::uint32_t token = slots == 1 ? part.row : part.row / slots;
+  const auto slot = static_cast<std::int32_t>(part.row - token * slots);
+  const bool exists = !kWide || part.cols > 0;
+  bool covered = kGuided && exists && p.is_present(token);
   bool damaged = false;
   if constexpr (kGuided) {
-    const GuideRecord record = p.record_at(token);
-    read_record<kGuidance, kMx>(p, record, slot, lane, row);
-    damaged = covered && sees_damage(p, record, row, lane);
+    if (exists) {
+      const GuideRecord record = p.record_at(token);
+      read_record<kGuidance, kMx>(p, part, record, slot, lane, row);
+      damaged = covered && sees_damage(p, record, row, lane);
+    }
   }
-  const std::uint32_t seen = __reduce_or_sync(
+  const std::uint32_t flags = __reduce_or_sync(
       0xFFFFFFFFu, (damaged ? 1u : 0u) | (sees_nonfinite<kGuidance, kMx>(row) ? 2u : 0u));
-  if ((seen & 1u) != 0) covered = false;
-  if (lane == 0 && kGuided) {
-    tally.add(covered ? kCovered : kAbsent, 1);
-    if ((seen & 1u) != 0 && slot == 0) tally.add(kDamaged, 1);
+  Seen seen{(flags & 1u) != 0, (flags & 2u) != 0, 0};
+  if constexpr (kWide) {
+    seen.amax = amax_of_warp(row.x);
+    seen = see_together(seen, team);
+    if (!exists) return 0;
   }
-  if ((seen & 2u) != 0) {
+  if (seen.damaged) covered = false;
+  const bool speaks = lane == 0 && part.first == 0;
+  if (speaks && kGuided) {
+    tally.add(covered ? kCovered : kAbsent, 1);
+    if (seen.damaged && slot == 0) tally.add(kDamaged, 1);
+  }
+  if (seen.nonfinite) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      if (is_inside(p, c, lane)) out[c * 32 + lane] = uint4{};
+      if (part.holds(c, lane)) out[c * 32 + lane] = uint4{};
     }
-    if (lane == 0) tally.add(kNonfinite, 1);
+    if (speaks) tally.add(kNonfinite, 1);
     return 0;
   }
   if constexpr (kGuided) {
-    if (covered) return follow_row<kGuidance, kMx, kCounted>(p, row, out, lane);
-    round_row_without_record<kMx, kChunks>(p, index, lane);
+    if (covered) return follow_row<kGuidance, kMx, kCounted>(p, part, row, out, lane);
+    round_row_without_record<kMx, kWide, kChunks>(p, part, seen.amax, lane);
   } else {
-    round_row<kMx>(p, row.x, out, lane);
+    if (!kWide) seen.amax = amax_of_warp(row.x);
+    round_row<kMx>(p, part, row.x, seen.amax, out, lane);
   }
   return 0;
 }
@@ -280,7 +335,32 @@ __global__ void __launch_bounds__(kThreads, 3)
   int moved = 0;
   for (std::uint32_t row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; row < rows;
        row += warps) {
-    moved += guide_row<kGuidance, kMx, kCounted, kChunks>(p, row, lane, tally);
+    const Part part{row, 0, p.cols};
+    moved += guide_row<kGuidance, kMx, kCounted, false, kChunks>(p, part, 1, lane, tally);
+  }
+  tally.flush(p, moved);
+}
+
+/// Rows of more than one warp's width: `team` warps of a block, a divisor of its eight, take one.
+template <Guidance kGuidance, bool kCounted, int kChunks>
+__global__ void __launch_bounds__(kThreads,
+                                  kCounted || kGuidance == Guidance::kLsbScaleMod4 ? 2 : 3)
+    guide_wide_kernel(const __grid_constant__ GuideParams p, int team) {
+  __shared__ GuideTally tally;
+  tally.begin();
+  constexpr std::int32_t kWidth = kChunks * kChunk;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const auto warp = static_cast<int>(threadIdx.x) / 32;
+  const std::uint32_t rows_of_block = kThreads / 32 / team;
+  const auto rows = static_cast<std::uint32_t>(p.shape.rows);
+  const std::int32_t first = warp % team * kWidth;
+  int moved = 0;
+  for (std::uint32_t top = blockIdx.x * rows_of_block; top < rows;
+       top += gridDim.x * rows_of_block) {
+    const std::uint32_t row = top + warp / team;
+    const std::int32_t left = row < rows ? p.cols - first : 0;
+    const Part part{row < rows ? row : rows - 1, first, min(max(left, 0), kWidth)};
+    moved += guide_row<kGuidance, false, kCounted, true, kChunks>(p, part, team, lane, tally);
   }
   tally.flush(p, moved);
 }
@@ -296,9 +376,22 @@ void launch(const GuideParams& p, cudaStream_t stream) {
 }
 
 template <Guidance kGuidance, bool kCounted>
+void launch_wide(const GuideParams& p, cudaStream_t stream) {
+  constexpr std::int64_t kMostBlocks = 1 << 12;
+  const int warps = (p.cols + 8 * kChunk - 1) / (8 * kChunk);
+  const int team = warps <= 2 ? 2 : warps <= 4 ? 4 : 8;
+  const std::int64_t rows_of_block = kThreads / 32 / team;
+  const std::int64_t blocks = (p.shape.rows + rows_of_block - 1) / rows_of_block;
+  const auto grid = static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
+  guide_wide_kernel<kGuidance, kCounted, 8><<<grid, kThreads, 0, stream>>>(p, team);
+  cuda::require_launch("guide_wide_kernel");
+}
+
+template <Guidance kGuidance, bool kCounted>
 void launch(const GuideParams& p, cudaStream_t stream) {
   if (p.rule.is_mx()) return launch<kGuidance, true, kCounted, 8>(p, stream);
-  if (p.shape.cols <= 3 * kChunk) return launch<kGuidance, false, kCounted, 3>(p, stream);
+  if (p.cols > 8 * kChunk) return launch_wide<kGuidance, kCounted>(p, stream);
+  if (p.cols <= 3 * kChunk) return launch<kGuidance, false, kCounted, 3>(p, stream);
   launch<kGuidance, false, kCounted, 8>(p, stream);
 }
 
@@ -324,8 +417,9 @@ bool guide_narrow_cuda(const GuideParams& p, cudaStream_t stream) {
   if (codes && p.cols < 64) return false;
   const bool narrow = !p.rule.is_wide() && p.rule.four_over_six == FourOverSix::kOff &&
                       p.matrix_amax == nullptr && p.shape.span == p.shape.cols &&
-                      p.shape.cols <= 8 * kChunk && p.shape.rows < std::int64_t{1} << 31 &&
-                      is_on_16_bytes(p.x, p.x_stride) && is_on_16_bytes(p.out, p.out_stride);
+                      p.shape.cols <= (p.rule.is_mx() ? 8 : 64) * kChunk &&
+                      p.shape.rows < std::int64_t{1} << 31 && is_on_16_bytes(p.x, p.x_stride) &&
+                      is_on_16_bytes(p.out, p.out_stride);
   if (!narrow) return false;
   switch (p.guidance) {
     case Guidance::kOwnScale: launch<Guidance::kOwnScale>(p, stream); break;
