@@ -64,6 +64,7 @@ class MadeUp {
       const float deviation = rows == 1 || cols == 1 ? 1.0f : 0.02f;
       const auto seed = static_cast<std::uint64_t>(role) + 1;
       found = plain_.emplace(role, bench_.normal_bf16(rows * cols, seed, deviation)).first;
+      synchronize(bench_.device(), bench_.stream());  // others read it in an order of their own
     }
     return {found->second.as<const Bf16>(), {rows, cols}, {cols, 1}, bench_.device()};
   }
@@ -102,6 +103,7 @@ class MadeUpCache {
   MadeUpCache(const cuda::Bench& bench, const Agreement& agreement, std::int64_t pages)
       : layers_(cache_layout(agreement, kPageTokens)),
         pool_(bench.random_bytes(pages * layers_[0].k.page_bytes, 7, 0x38)) {
+    synchronize(bench.device(), bench.stream());
     for (LayerKv& layer : layers_) {
       layer.k.pool = pool_.as<std::byte>();
       layer.v.pool = pool_.as<std::byte>();

@@ -22,6 +22,9 @@ constexpr int kDepth = 64;  // of K at a time: 128 bytes, as wide as the swizzle
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
+// Each warp says for itself that it is done with a stage: one that lagged two rounds of the stages
+// behind would wait for a parity that has come and gone.
+constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowBytes = kRows * kDepth * 2;
 constexpr int kColBytes = kCols * kDepth * 2;
 constexpr int kMostGroups = 1024;
@@ -231,13 +234,14 @@ __device__ void store(const Params& p, const Tile& tile, const float (&d)[128], 
 __device__ void consume(const Params& p, Shared& s, int consumer) {
   Place at;
   const int all = s.tiles[p.groups];
-  const bool speaks = threadIdx.x % 128 == 0;
+  const bool speaks = threadIdx.x % 32 == 0;
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
     const Tile tile = tile_of(p, s, index);
     const int first_row = consumer * 64;
     if (first_row >= tile.rows) {  // nothing to do but to keep step
       for (int step = 0; step < p.steps; ++step) {
         wait(&s.full[at.stage], at.parity);
+        __syncwarp();
         if (speaks) arrive(&s.empty[at.stage]);
         at.advance();
       }
@@ -282,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 32) {
     for (int i = 0; i < kStages; ++i) {
       init_barrier(&s.full[i], 1);
-      init_barrier(&s.empty[i], kConsumers);
+      init_barrier(&s.empty[i], kConsumerWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
