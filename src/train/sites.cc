@@ -27,8 +27,6 @@ Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const
   }
 }
 
-Sites::~Sites() = default;
-
 bool Sites::quantized(Place place) const {
   return agreement_.rule(place.site).quantizes() && agreement_.contract.layers.has(place.layer);
 }
@@ -102,14 +100,22 @@ bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
 
 Tensor Sites::experts(Layer layer, const Tensor& p) const {
   const Tensor chosen = ops::choose_experts(p, agreement_.model.experts_per_token);
-  if (own_.follow != nullptr) {
+  if (chosen.is_cuda()) {
+    if (own_.follow != nullptr || follows_routes(layer)) {
+      follow_there(there({layer, Site::kRouter}, chosen.device()), chosen);
+    }
+  } else if (own_.follow != nullptr) {
     follow(own(layer, chosen.size(1)), chosen);
-  } else if (trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone) {
+  } else if (follows_routes(layer)) {
     follow(recorded(layer, chosen.size(1)), chosen);
   }
   if (own_.keep != nullptr) keep_own(layer, chosen);
   show_experts(layer, chosen);
   return chosen;
+}
+
+bool Sites::follows_routes(Layer layer) const {
+  return trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone;
 }
 
 Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
@@ -130,7 +136,6 @@ Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
 }
 
 void Sites::follow(const Choice& choice, const Tensor& chosen) const {
-  if (chosen.is_cuda()) return follow_there(choice, chosen);
   const std::int64_t k = chosen.size(1);
   std::int64_t* native = chosen.data_ptr<std::int64_t>();
   const std::int64_t* other = choice.experts.data();

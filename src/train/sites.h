@@ -39,6 +39,10 @@ class Sites {
         Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
   ~Sites();
 
+  /// Begins to bring the records of a pass to the device that its tensors lie on, layer by layer,
+  /// beside what else is done. Without it each is read when it is asked for. Nothing on a CPU.
+  void read_ahead(const at::Device& device);
+
   /// Adds to the tally what was counted on a CUDA device, for which it waits; call it once, when
   /// the pass is through.
   void settle() const;
@@ -89,10 +93,14 @@ class Sites {
     std::vector<std::int64_t> experts;  // [rows, K]
     std::vector<std::uint8_t> present;  // [rows]
   };
+  bool follows_routes(Layer layer) const;
   Choice recorded(Layer layer, std::int64_t k) const;
   Choice own(Layer layer, std::int64_t k) const;
   void follow(const Choice& choice, const at::Tensor& chosen) const;
-  void follow_there(const Choice& choice, const at::Tensor& chosen) const;
+  struct There;
+  There bring(Place place, const at::Device& device) const;
+  There there(Place place, const at::Device& device) const;
+  void follow_there(There choice, const at::Tensor& chosen) const;
   void keep_own(Layer layer, const at::Tensor& chosen) const;
   std::size_t route_at(Layer layer, std::int64_t position) const;
   void count_routes(std::int64_t followed, std::int64_t mismatched) const;
@@ -111,6 +119,8 @@ class Sites {
   std::vector<std::size_t> audited_;  // which of pack.keys
   struct Later;
   std::unique_ptr<Later> later_;  // with a tally
+  struct Ahead;
+  std::unique_ptr<Ahead> ahead_;  // after read_ahead()
 };
 
 }  // namespace lockstep::train

@@ -1,8 +1,15 @@
-/// What a pass on a CUDA device has counted there, and has yet to tell.
+/// What a pass on a CUDA device brings there, and what it has counted there and has yet to tell.
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <future>
+#include <map>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include "ops/torch.h"
@@ -25,6 +32,25 @@ struct Sites::Later {
   std::int64_t layers = 0;  // whose routes were followed
   at::Tensor audited;       // int64, rows of the pass
   std::vector<Audit> audits;
+};
+
+/// A place's records on the device.
+struct Sites::There {
+  RowLayout layout;
+  at::Tensor rows;            // uint8 [rows, layout.bytes()], or int64 [rows, K] experts
+  at::Tensor present;         // uint8 [rows]
+  std::int64_t followed = 0;  // how many are present
+  std::optional<c10::Event> arrived{};
+
+  /// Makes the current stream wait for them.
+  void await() const;
+};
+
+/// A thread that brings them in the order of a forward pass, by a stream of its own.
+struct Sites::Ahead {
+  std::map<Place, std::promise<There>> promised;
+  std::atomic<bool> stopped = false;
+  std::thread thread;
 };
 
 }  // namespace lockstep::train

@@ -1,8 +1,9 @@
 /// The same sites on a CUDA device: nothing here waits but settle().
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/where.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/exact/guide.h"
 #include "ops/device.h"
@@ -13,20 +14,110 @@ namespace lockstep::train {
 
 using at::Tensor;
 
-void Sites::follow_there(const Choice& choice, const Tensor& chosen) const {
-  const at::Device device = chosen.device();
-  const Tensor other =
-      ops::upload(ops::over(choice.experts, at::kLong), device).view(chosen.sizes());
-  const Tensor present = ops::upload(ops::over(choice.present, at::kByte), device).to(at::kBool);
+Sites::~Sites() {
+  if (ahead_ == nullptr) return;
+  ahead_->stopped = true;
+  ahead_->thread.join();
+}
+
+namespace {
+
+Tensor pinned_copy(const void* from, at::IntArrayRef shape, at::ScalarType type) {
+  const Tensor pinned = at::empty(shape, at::TensorOptions(type).pinned_memory(true));
+  std::memcpy(pinned.data_ptr(), from, pinned.nbytes());
+  return pinned;
+}
+
+}  // namespace
+
+/// Reads a place's records and copies them, in the order of the current stream.
+Sites::There Sites::bring(Place place, const at::Device& device) const {
+  There there;
+  Choice choice;
+  if (place.site == Site::kRouter) {
+    const std::int64_t k = agreement_.model.experts_per_token;
+    choice = own_.follow != nullptr ? own(place.layer, k) : recorded(place.layer, k);
+    there.rows = pinned_copy(choice.experts.data(), {pack_.rows(), k}, at::kLong);
+  } else {
+    const Records records = read(place, agreement_.encoding(place));
+    there.layout = records.layout;
+    there.rows =
+        pinned_copy(records.bytes.data(), {pack_.rows(), records.layout.bytes()}, at::kByte);
+    choice.present = records.present;
+  }
+  there.followed = std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
+  there.present = pinned_copy(choice.present.data(), {pack_.rows()}, at::kByte);
+  there.rows = there.rows.to(device, /*non_blocking=*/true);
+  there.present = there.present.to(device, /*non_blocking=*/true);
+  return there;
+}
+
+void Sites::read_ahead(const at::Device& device) {
+  if (!device.is_cuda() || trace_ == nullptr) return;
+  std::vector<Place> places;
+  for (std::int32_t i = 0; i < agreement_.model.num_layers; ++i) {
+    const Layer layer{i};
+    for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
+      const Place place = {layer, site};
+      const bool wanted = site == Site::kRouter ? own_.follow == nullptr && follows_routes(layer)
+                                                : imitates(place) && follows(place);
+      if (wanted) places.push_back(place);
+    }
+  }
+  if (places.empty()) return;
+  ahead_ = std::make_unique<Ahead>();
+  for (const Place place : places) ahead_->promised[place];
+  ahead_->thread = std::thread([this, device, places] {
+    const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+    const c10::Stream stream = guard.getStreamFromGlobalPool(device);
+    const c10::StreamGuard scope(stream);
+    for (const Place place : places) {
+      if (ahead_->stopped) return;
+      std::promise<There>& promised = ahead_->promised.at(place);
+      try {
+        There there = bring(place, device);
+        there.arrived.emplace(at::kCUDA);
+        there.arrived->record(stream);
+        promised.set_value(std::move(there));
+      } catch (...) {
+        promised.set_exception(std::current_exception());
+        return;
+      }
+    }
+  });
+}
+
+void Sites::There::await() const {
+  if (!arrived) return;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(rows.device());
+  arrived->block(stream);
+  rows.record_stream(stream);
+  present.record_stream(stream);
+}
+
+Sites::There Sites::there(Place place, const at::Device& device) const {
+  if (ahead_ != nullptr) {
+    const auto found = ahead_->promised.find(place);
+    if (found != ahead_->promised.end()) {
+      There there = found->second.get_future().get();
+      there.await();
+      return there;
+    }
+  }
+  return bring(place, device);
+}
+
+void Sites::follow_there(There choice, const Tensor& chosen) const {
+  const Tensor present = choice.present.to(at::kBool);
   if (tally_ != nullptr) {
-    const Tensor same = (chosen.unsqueeze(2) == other.unsqueeze(1)).any(2).all(1);
+    const Tensor same = (chosen.unsqueeze(2) == choice.rows.unsqueeze(1)).any(2).all(1);
     const Tensor mismatched = present.logical_and(same.logical_not()).sum();
     later_->mismatched =
         later_->mismatched.defined() ? later_->mismatched + mismatched : mismatched;
-    later_->followed += std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
+    later_->followed += choice.followed;
     ++later_->layers;
   }
-  chosen.copy_(at::where(present.unsqueeze(1), other, chosen));
+  chosen.copy_(at::where(present.unsqueeze(1), choice.rows, chosen));
 }
 
 /// The audit tokens' rows of x, in BF16.
@@ -52,17 +143,15 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
 
   kernels::GuideArgs args = {.x = from, .rule = agreement_.rule(place.site), .out = to};
   args.exponent = exponent(place);
-  Tensor bytes, present;
+  There records;
   if (follows(place)) {
-    const Records records = read(place, agreement_.encoding(place));
-    bytes = ops::upload(ops::over(records.bytes, at::kByte), device);
-    present = ops::upload(ops::over(records.present, at::kByte), device);
+    records = there(place, device);
     const std::int64_t width = records.layout.bytes();
     args.guidance = agreement_.guide.mode;
     args.layout = records.layout;
     args.records = {
-        bytes.const_data_ptr<std::uint8_t>(), {pack_.rows(), width}, {width, 1}, to.device};
-    args.present = {present.const_data_ptr<std::uint8_t>(), {pack_.rows()}, {1}, to.device};
+        records.rows.const_data_ptr<std::uint8_t>(), {pack_.rows(), width}, {width, 1}, to.device};
+    args.present = {records.present.const_data_ptr<std::uint8_t>(), {pack_.rows()}, {1}, to.device};
     if (tally_ != nullptr) {
       const auto site = static_cast<std::size_t>(place.site);
       Tensor& counts = later_->counts;

@@ -262,7 +262,8 @@ void check(const Agreement& agreement, const Qat& qat, const Options& options, D
 
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                                  const TraceSource* trace, const TokenLoss& loss, OwnRoutes own) {
-  const Sites sites(agreement, qat, pack, trace, &lane.tally, {}, own);
+  Sites sites(agreement, qat, pack, trace, &lane.tally, {}, own);
+  sites.read_ahead(ops::torch_device(parameters.device()));
   std::vector<Step> steps;
   const Tensor h = forward(lane.network, pack, sites, &steps);
   const Scores scores = lane.network.score(h, pack, true);
@@ -361,7 +362,8 @@ PerToken Trainer::Impl::logprobs(std::span<const Trajectory> batch, const TraceS
     const Pack& pack = packs[p];
     if (pack.scored_row.empty() && reveal.sink == nullptr) return;
     const at::AutoGradMode none(false);
-    const Sites sites(agreement, qat, pack, trace, nullptr, reveal, {.keep = chosen});
+    Sites sites(agreement, qat, pack, trace, nullptr, reveal, {.keep = chosen});
+    sites.read_ahead(ops::torch_device(parameters.device()));
     const Tensor h = forward(lane.network, pack, sites, nullptr);
     const Scores scores = lane.network.score(h, pack, false);
     each_scored(batch, pack, [&](std::size_t i, std::size_t position, std::size_t s) {
