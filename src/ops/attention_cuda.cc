@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 

@@ -35,6 +35,9 @@ at::Tensor choose_experts(const at::Tensor& p, std::int64_t k);
 at::Tensor product(const at::Tensor& a, const at::Tensor& b);
 void add_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b);
 
+/// Whether the house's kernels take it.
+bool has_kernels(const at::Tensor& x);
+
 /// Where a weight's gradient is added up.
 at::Tensor grad_of(const at::Tensor& w);
 

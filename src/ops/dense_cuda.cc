@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -65,8 +66,6 @@ Tensor normalize_backward(const Tensor& x, const Tensor& w, const Tensor& dy, do
   const Tensor mean = (weighted * wide).mean(-1, true) * r * r;
   return (r * (weighted - wide * mean)).to(x.scalar_type());
 }
-
-bool has_kernels(const Tensor& x) { return x.is_cuda() && x.scalar_type() == at::kBFloat16; }
 
 std::span<const Bf16> span_of(const Tensor& w) {
   return {static_cast<const Bf16*>(w.const_data_ptr()), static_cast<std::size_t>(w.numel())};
@@ -219,6 +218,8 @@ struct SplitHeads : Function<SplitHeads> {
 };
 
 }  // namespace
+
+bool has_kernels(const Tensor& x) { return x.is_cuda() && x.scalar_type() == at::kBFloat16; }
 
 Tensor product(const Tensor& a, const Tensor& b) {
   if (on_tensor_cores(a, b)) return at::mm(bf16(a), bf16(b), at::kFloat);

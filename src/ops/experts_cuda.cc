@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -71,8 +72,6 @@ Sorted sort_by_expert(const Tensor& experts, std::int64_t num_experts) {
       c10::make_intrusive<Offsets>(at::searchsorted(expert.contiguous(), numbers, true));
   return sorted;
 }
-
-bool has_kernels(const Tensor& x) { return x.is_cuda() && x.scalar_type() == at::kBFloat16; }
 
 /// One product an expert, in FP32: y[rows of e] = x[rows of e] * w[e]^T.   w [E, out, in]
 /// Row i of it lies at to[i], int64, if there is such.

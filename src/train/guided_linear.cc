@@ -8,7 +8,6 @@
 #include "kernels/exact/residual.h"
 #include "numerics/bf16.h"
 #include "train/sites.h"
-#include "train/sites_later.h"
 
 namespace lockstep::train {
 
@@ -38,7 +37,7 @@ Tensor Sites::rounded(Place place, const Tensor& x) const {
         x, [&](TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) { round(place, from, to); });
   }
   if (audits(place) && x.is_cuda()) {
-    later_->audits.push_back({place, x.size(1), audited_there(x.detach()), {}});
+    if constexpr (build::has_cuda) audit_there(place, x);
   } else if (audits(place)) {
     // An arm that does not round still learns how far its numbers are from the rollout's codes.
     std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
@@ -102,7 +101,7 @@ void Sites::compensate(Place place, TensorView<Bf16, 2> x) const {
 /// Rows that no record covers are rounded at their own scale.
 void Sites::round(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const {
   if (to.device.kind == Device::Kind::kCpu) return round_here(place, to);
-  round_there(place, from, to);
+  if constexpr (build::has_cuda) round_there(place, from, to);
 }
 
 /// x in place.

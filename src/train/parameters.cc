@@ -116,10 +116,10 @@ std::span<const float> Parameters::read(const Floats& numbers, const Slot& slot,
   return room;
 }
 
-void Parameters::write(const Floats& numbers, const Slot& slot,
-                       std::span<const float> values) const {
-  copy_bytes(numbers.data() + slot.offset, device_, values.data(), {},
-             static_cast<std::int64_t>(values.size_bytes()));
+void Parameters::write(const Floats& numbers, const Slot& slot, const float* values,
+                       Device from) const {
+  copy_bytes(numbers.data() + slot.offset, device_, values, from,
+             static_cast<std::int64_t>(slot.count() * sizeof(float)));
 }
 
 ops::CodeMatrix Parameters::room_for_codes(std::int32_t experts, std::int32_t out,
@@ -299,10 +299,10 @@ class MastersSource final : public WeightSource {
   explicit MastersSource(const Parameters& parameters) : parameters_(parameters) {}
 
   void each(const std::function<void(const Weight&)>& visit) const override {
-    std::vector<float> room;
     for (const Slot& slot : parameters_.slots()) {
-      const float* data = parameters_.read(parameters_.masters, slot, room).data();
-      visit({slot.id, TensorView<const float, 2>{data, {slot.rows, slot.cols}, {slot.cols, 1}}});
+      const float* data = parameters_.masters.data() + slot.offset;
+      visit({slot.id, TensorView<const float, 2>{
+                          data, {slot.rows, slot.cols}, {slot.cols, 1}, parameters_.device()}});
     }
   }
 
@@ -323,17 +323,24 @@ class MastersSink final : public WeightSink {
   void put(const Weight& weight) override {
     if (!missing_) throw Error("put before begin: " + to_string(weight.id));
     const Slot& slot = parameters_.slot(weight.id);
-    const bool here = parameters_.device().kind == Device::Kind::kCpu;
-    std::vector<float> room(here ? 0 : slot.count());
-    const std::span<float> to = here ? parameters_.of(parameters_.masters, slot) : std::span(room);
-    if (const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value)) {
+    const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value);
+    const bool there = parameters_.device().kind != Device::Kind::kCpu;
+    if (there && f32 != nullptr && f32->device == parameters_.device()) {
+      require_shape(slot, f32->shape[0], f32->shape[1]);  // refresh() looks at the numbers
+      parameters_.write(parameters_.masters, slot, f32->data, f32->device);
+      missing_->erase(weight.id);
+      return;
+    }
+    std::vector<float> room(there ? slot.count() : 0);
+    const std::span<float> to = there ? std::span(room) : parameters_.of(parameters_.masters, slot);
+    if (f32 != nullptr) {
       copy(slot, *f32, to, [](float x) { return x; });
     } else if (const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value)) {
       copy(slot, *bf16, to, [](Bf16 x) { return to_float(x); });
     } else {
       throw Error(to_string(slot.id) + ": FP4 codes cannot become masters; give BF16 or FP32");
     }
-    if (!here) parameters_.write(parameters_.masters, slot, to);
+    if (there) parameters_.write(parameters_.masters, slot, to.data());
     missing_->erase(weight.id);
   }
 
@@ -354,14 +361,17 @@ class MastersSink final : public WeightSink {
   }
 
  private:
+  static void require_shape(const Slot& slot, std::int64_t rows, std::int64_t cols) {
+    if (rows == slot.rows && cols == slot.cols) return;
+    throw Error(to_string(slot.id) + " is [" + std::to_string(rows) + ", " + std::to_string(cols) +
+                "], the config says [" + std::to_string(slot.rows) + ", " +
+                std::to_string(slot.cols) + "]");
+  }
+
   template <typename T, typename Convert>
   static void copy(const Slot& slot, const TensorView<const T, 2>& from, std::span<float> to,
                    Convert&& convert) {
-    if (from.shape[0] != slot.rows || from.shape[1] != slot.cols) {
-      throw Error(to_string(slot.id) + " is [" + std::to_string(from.shape[0]) + ", " +
-                  std::to_string(from.shape[1]) + "], the config says [" +
-                  std::to_string(slot.rows) + ", " + std::to_string(slot.cols) + "]");
-    }
+    require_shape(slot, from.shape[0], from.shape[1]);
     for (std::int64_t r = 0; r < slot.rows; ++r) {
       for (std::int64_t c = 0; c < slot.cols; ++c) {
         const float x = convert(from.data[r * from.stride[0] + c * from.stride[1]]);

@@ -80,7 +80,7 @@ class Parameters {
   /// From and to any device: on a CPU what is read is the slot itself, else a copy in `room`.
   std::span<const float> read(const Floats& numbers, const Slot& slot,
                               std::vector<float>& room) const;
-  void write(const Floats& numbers, const Slot& slot, std::span<const float> values) const;
+  void write(const Floats& numbers, const Slot& slot, const float* values, Device from = {}) const;
 
   /// Makes the compute weights from the masters: rounded to BF16, routed experts on to FP4 by the
   /// contract's own quantizer (and to BF16 where its values are not exact there). Once an update,
@@ -122,7 +122,7 @@ class Parameters {
   Floats moment2;
 };
 
-/// Masters as a source of host copies, and what takes initial weights into them.
+/// Masters as a source, which lie on the device, and what takes initial weights into them.
 std::unique_ptr<WeightSource> masters_source(const Parameters& parameters);
 std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed);
 

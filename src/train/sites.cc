@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "ops/experts.h"
-#include "train/sites_later.h"
 
 namespace lockstep::train {
 
@@ -20,7 +19,6 @@ Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const
       tally_(tally),
       reveal_(reveal),
       own_(own) {
-  if (tally != nullptr) later_ = std::make_unique<Later>();
   if (trace == nullptr || tally == nullptr) return;
   for (std::size_t i = 0; i < pack.keys.size(); ++i) {
     if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
@@ -101,8 +99,10 @@ bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
 Tensor Sites::experts(Layer layer, const Tensor& p) const {
   const Tensor chosen = ops::choose_experts(p, agreement_.model.experts_per_token);
   if (chosen.is_cuda()) {
-    if (own_.follow != nullptr || follows_routes(layer)) {
-      follow_there(there({layer, Site::kRouter}, chosen.device()), chosen);
+    if constexpr (build::has_cuda) {
+      if (own_.follow != nullptr || follows_routes(layer)) {
+        follow_there(layer, chosen);
+      }
     }
   } else if (own_.follow != nullptr) {
     follow(own(layer, chosen.size(1)), chosen);

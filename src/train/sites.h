@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "base/build.h"
 #include "ops/guide.h"
 #include "ops/torch.h"
 #include "record/agreement.h"
@@ -37,15 +38,20 @@ class Sites {
   /// `trace` may be nullptr: nothing is followed. `tally` may be nullptr: nothing is counted.
   Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
         Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
-  ~Sites();
 
   /// Begins to bring the records of a pass to the device that its tensors lie on, layer by layer,
   /// beside what else is done. Without it each is read when it is asked for. Nothing on a CPU.
-  void read_ahead(const at::Device& device);
+  void read_ahead(const at::Device& device) {
+    if constexpr (build::has_cuda) {
+      if (device.is_cuda() && trace_ != nullptr) read_ahead_there(device);
+    }
+  }
 
   /// Adds to the tally what was counted on a CUDA device, for which it waits; call it once, when
   /// the pass is through.
-  void settle() const;
+  void settle() const {
+    if constexpr (build::has_cuda) settle_there();
+  }
 
   /// The contract's rule for what the experts read.
   const Quantizer& activation_rule() const { return agreement_.contract.activation; }
@@ -97,10 +103,14 @@ class Sites {
   Choice recorded(Layer layer, std::int64_t k) const;
   Choice own(Layer layer, std::int64_t k) const;
   void follow(const Choice& choice, const at::Tensor& chosen) const;
+  /// On a CUDA device: sites_cuda.cc.
   struct There;
+  void read_ahead_there(const at::Device& device);
+  void settle_there() const;
+  void audit_there(Place place, const at::Tensor& x) const;
   There bring(Place place, const at::Device& device) const;
   There there(Place place, const at::Device& device) const;
-  void follow_there(There choice, const at::Tensor& chosen) const;
+  void follow_there(Layer layer, const at::Tensor& chosen) const;
   void keep_own(Layer layer, const at::Tensor& chosen) const;
   std::size_t route_at(Layer layer, std::int64_t position) const;
   void count_routes(std::int64_t followed, std::int64_t mismatched) const;
@@ -118,9 +128,10 @@ class Sites {
   OwnRoutes own_;
   std::vector<std::size_t> audited_;  // which of pack.keys
   struct Later;
-  std::unique_ptr<Later> later_;  // with a tally
+  Later& later() const;
+  mutable std::shared_ptr<Later> later_;  // where something was counted on a CUDA device
   struct Ahead;
-  std::unique_ptr<Ahead> ahead_;  // after read_ahead()
+  std::shared_ptr<Ahead> ahead_;  // after read_ahead() on one
 };
 
 }  // namespace lockstep::train

@@ -147,7 +147,7 @@ std::int64_t read_state(const std::filesystem::path& file, Parameters& parameter
       values.resize(slot.count());
       const std::size_t size = values.size() * sizeof(float);
       std::memcpy(values.data(), part(i).data() + at, size);
-      parameters.write(section(parameters, i), slot, values);
+      parameters.write(section(parameters, i), slot, values.data());
       at += size;
     }
   }

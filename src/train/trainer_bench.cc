@@ -217,17 +217,31 @@ void steps_on_device(benchmark::State& state) {
   const Qat all = {.weights = true, .activations = true, .k = true, .v = true};
   struct Arm {
     const char* name;
-    std::unique_ptr<Trainer> trainer;
-    std::vector<double> ms;
+    const Agreement& agreement;
+    Qat qat;
+    std::unique_ptr<Trainer> trainer{};
+    std::vector<double> ms{};
   };
-  Arm arms[3] = {{"weights", nullptr, {}}, {"half", nullptr, {}}, {"whole", nullptr, {}}};
-  arms[0].trainer =
-      std::make_unique<Trainer>(routes, Qat{.weights = true}, options, kDevice, *comm);
-  arms[1].trainer = std::make_unique<Trainer>(half, all, options, kDevice, *comm);
-  arms[2].trainer = std::make_unique<Trainer>(whole, all, options, kDevice, *comm);
-  for (Arm& arm : arms) give_random_weights(half.model, arm.trainer->initial_weights());
-  std::printf("weights are there\n");
-  std::fflush(stdout);
+  Arm arms[] = {{"weights", routes, {.weights = true}}, {"half", half, all}, {"whole", whole, all}};
+  const auto start_all = std::chrono::steady_clock::now();
+  const auto tell = [&](const char* what) {
+    const std::chrono::duration<double> since = std::chrono::steady_clock::now() - start_all;
+    std::printf("%6.1f s: %s\n", since.count(), what);
+    std::fflush(stdout);
+  };
+  for (Arm& arm : arms) {
+    arm.trainer = std::make_unique<Trainer>(arm.agreement, arm.qat, options, kDevice, *comm);
+    tell("room");
+    if (arm.trainer == arms[0].trainer) {
+      give_random_weights(half.model, arm.trainer->initial_weights());
+    } else {
+      WeightSink& sink = arm.trainer->initial_weights();
+      sink.begin(WeightVersion{0}, ContractId{0});
+      arms[0].trainer->weights().each([&](const Weight& weight) { sink.put(weight); });
+      sink.commit();
+    }
+    tell("weights");
+  }
   const std::vector<Trajectory> batch = batch_of(half.model, 32000, 900, 300);
   const KeptTrace trace(32);
   const auto now = [] { return std::chrono::steady_clock::now(); };

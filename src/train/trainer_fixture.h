@@ -16,6 +16,7 @@
 #include "kernels/exact/swiglu.h"
 #include "kernels/exact/w4a4.h"
 #include "model/names.h"
+#include "model/values.h"
 #include "ops/device.h"
 #include "ops/experts.h"
 #include "train/plain_model.h"
@@ -72,10 +73,10 @@ inline void give(const Weights& weights, const ModelConfig& config, WeightSink& 
 inline Weights take(const WeightSource& source) {
   Weights weights;
   source.each([&](const Weight& weight) {
-    const auto view = std::get<TensorView<const float, 2>>(weight.value);
+    const std::vector<float> values = f32_of(weight);
+    const auto [rows, cols] = std::get<TensorView<const float, 2>>(weight.value).shape;
     weights[weight.id] =
-        at::from_blob(const_cast<float*>(view.data), {view.shape[0], view.shape[1]}, at::kFloat)
-            .clone();
+        at::from_blob(const_cast<float*>(values.data()), {rows, cols}, at::kFloat).clone();
   });
   return weights;
 }

@@ -1,24 +1,68 @@
 /// The same sites on a CUDA device: nothing here waits but settle().
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
+#include <future>
+#include <map>
+#include <optional>
+#include <thread>
+#include <vector>
 
 #include "kernels/exact/guide.h"
 #include "ops/device.h"
 #include "train/sites.h"
-#include "train/sites_later.h"
 
 namespace lockstep::train {
 
 using at::Tensor;
 
-Sites::~Sites() {
-  if (ahead_ == nullptr) return;
-  ahead_->stopped = true;
-  ahead_->thread.join();
-}
+struct Sites::Later {
+  /// Audit tokens' rows of a place, before rounding and, where there is any, after.
+  struct Audit {
+    Place place;
+    std::int64_t cols = 0;
+    at::Tensor before, after;
+  };
+
+  at::Tensor counts;                   // int64 [kNumSites, kNumGuideCounts]
+  std::array<std::int64_t, 4> cols{};  // of the site's rows
+  at::Tensor mismatched;               // int64 [1] rows that their router would route elsewhere
+  std::int64_t followed = 0;
+  std::int64_t layers = 0;  // whose routes were followed
+  at::Tensor audited;       // int64, rows of the pass
+  std::vector<Audit> audits;
+};
+
+/// A place's records on the device.
+struct Sites::There {
+  RowLayout layout;
+  at::Tensor rows;            // uint8 [rows, layout.bytes()], or int64 [rows, K] experts
+  at::Tensor present;         // uint8 [rows]
+  std::int64_t followed = 0;  // how many are present
+  std::optional<c10::Event> arrived{};
+
+  /// Makes the current stream wait for them.
+  void await() const;
+};
+
+/// A thread that brings them in the order of a forward pass, by a stream of its own.
+struct Sites::Ahead {
+  ~Ahead() {
+    stopped = true;
+    if (thread.joinable()) thread.join();
+  }
+  std::map<Place, std::promise<There>> promised;
+  std::atomic<bool> stopped = false;
+  std::thread thread;
+};
 
 namespace {
 
@@ -52,8 +96,7 @@ Sites::There Sites::bring(Place place, const at::Device& device) const {
   return there;
 }
 
-void Sites::read_ahead(const at::Device& device) {
-  if (!device.is_cuda() || trace_ == nullptr) return;
+void Sites::read_ahead_there(const at::Device& device) {
   std::vector<Place> places;
   for (std::int32_t i = 0; i < agreement_.model.num_layers; ++i) {
     const Layer layer{i};
@@ -65,7 +108,7 @@ void Sites::read_ahead(const at::Device& device) {
     }
   }
   if (places.empty()) return;
-  ahead_ = std::make_unique<Ahead>();
+  ahead_ = std::make_shared<Ahead>();
   for (const Place place : places) ahead_->promised[place];
   ahead_->thread = std::thread([this, device, places] {
     const c10::impl::VirtualGuardImpl guard(at::kCUDA);
@@ -107,22 +150,32 @@ Sites::There Sites::there(Place place, const at::Device& device) const {
   return bring(place, device);
 }
 
-void Sites::follow_there(There choice, const Tensor& chosen) const {
+void Sites::follow_there(Layer layer, const Tensor& chosen) const {
+  const There choice = there({layer, Site::kRouter}, chosen.device());
   const Tensor present = choice.present.to(at::kBool);
   if (tally_ != nullptr) {
     const Tensor same = (chosen.unsqueeze(2) == choice.rows.unsqueeze(1)).any(2).all(1);
     const Tensor mismatched = present.logical_and(same.logical_not()).sum();
-    later_->mismatched =
-        later_->mismatched.defined() ? later_->mismatched + mismatched : mismatched;
-    later_->followed += choice.followed;
-    ++later_->layers;
+    later().mismatched =
+        later().mismatched.defined() ? later().mismatched + mismatched : mismatched;
+    later().followed += choice.followed;
+    ++later().layers;
   }
   chosen.copy_(at::where(present.unsqueeze(1), choice.rows, chosen));
 }
 
+Sites::Later& Sites::later() const {
+  if (later_ == nullptr) later_ = std::make_shared<Later>();
+  return *later_;
+}
+
+void Sites::audit_there(Place place, const Tensor& x) const {
+  later().audits.push_back({place, x.size(1), audited_there(x.detach()), {}});
+}
+
 /// The audit tokens' rows of x, in BF16.
 Tensor Sites::audited_there(const Tensor& x) const {
-  Tensor& index = later_->audited;
+  Tensor& index = later().audited;
   if (!index.defined()) {
     std::vector<std::int64_t> rows;
     for (const std::size_t i : audited_) rows.push_back(pack_.key_row[i]);
@@ -154,12 +207,12 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
     args.present = {records.present.const_data_ptr<std::uint8_t>(), {pack_.rows()}, {1}, to.device};
     if (tally_ != nullptr) {
       const auto site = static_cast<std::size_t>(place.site);
-      Tensor& counts = later_->counts;
+      Tensor& counts = later().counts;
       if (!counts.defined()) {
-        counts = at::zeros({std::ssize(later_->cols), kernels::kNumGuideCounts},
+        counts = at::zeros({std::ssize(later().cols), kernels::kNumGuideCounts},
                            numbers.dtype(at::kLong));
       }
-      later_->cols[site] = to.shape[1];
+      later().cols[site] = to.shape[1];
       args.counts = {counts.data_ptr<std::int64_t>() + site * kernels::kNumGuideCounts,
                      {kernels::kNumGuideCounts},
                      {1},
@@ -168,7 +221,7 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
   }
   kernels::guide(args, ops::stream_on(to.device));
   if (before.defined()) {
-    later_->audits.push_back({place, to.shape[1], before, rows_at(to.data)});
+    later().audits.push_back({place, to.shape[1], before, rows_at(to.data)});
   }
 }
 
@@ -184,24 +237,24 @@ std::vector<Bf16> fetch(const Tensor& rows) {
 
 }  // namespace
 
-void Sites::settle() const {
+void Sites::settle_there() const {
   if (later_ == nullptr) return;
-  if (later_->counts.defined()) {
-    const Tensor here = later_->counts.cpu();
+  if (later().counts.defined()) {
+    const Tensor here = later().counts.cpu();
     const std::int64_t* counts = here.const_data_ptr<std::int64_t>();
-    for (std::size_t i = 0; i < later_->cols.size(); ++i, counts += kernels::kNumGuideCounts) {
-      count(static_cast<Site>(i), {counts, kernels::kNumGuideCounts}, later_->cols[i]);
+    for (std::size_t i = 0; i < later().cols.size(); ++i, counts += kernels::kNumGuideCounts) {
+      count(static_cast<Site>(i), {counts, kernels::kNumGuideCounts}, later().cols[i]);
     }
   }
-  if (later_->mismatched.defined()) {
-    tally_->routes_followed += later_->followed;
-    tally_->routes_absent += pack_.rows() * later_->layers - later_->followed;
-    tally_->routes_mismatched += later_->mismatched.item<std::int64_t>();
+  if (later().mismatched.defined()) {
+    tally_->routes_followed += later().followed;
+    tally_->routes_absent += pack_.rows() * later().layers - later().followed;
+    tally_->routes_mismatched += later().mismatched.item<std::int64_t>();
   }
-  for (const Later::Audit& one : later_->audits) {
+  for (const Later::Audit& one : later().audits) {
     audit(one.place, one.cols, fetch(one.before), fetch(one.after));
   }
-  *later_ = {};
+  later_.reset();
 }
 
 }  // namespace lockstep::train
