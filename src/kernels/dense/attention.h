@@ -44,7 +44,7 @@ void write_kv(const WriteKvArgs& args, Stream stream);
 inline constexpr std::int32_t kKeyBlock = 64;
 
 /// Keys of a split on a CUDA device.
-inline constexpr std::int32_t kSplitKeys = 256;
+inline constexpr std::int32_t kSplitKeys = 512;
 
 struct AttentionArgs {
   TensorView<const Bf16, 2> q;  // [rows, H * C]

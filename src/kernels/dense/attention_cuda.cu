@@ -50,12 +50,19 @@ __global__ void __launch_bounds__(kDim)
     if (lane == 0) before = running;
     const float factor = shrink(before, now);
     const float more = shrink(top, now);
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
+    float parts[32];  // on their way together
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      parts[i] = i < count ? sums[std::int64_t{begin + i} * kDim] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
       const float a = __shfl_sync(kAll, factor, i);
       const float b = __shfl_sync(kAll, more, i);
-      total = fold(total, a, __shfl_sync(kAll, own_total, i), b);
-      sum = fold(sum, a, sums[std::int64_t{begin + i} * kDim], b);
+      const float part_total = __shfl_sync(kAll, own_total, i);
+      if (i >= count) continue;
+      total = fold(total, a, part_total, b);
+      sum = fold(sum, a, parts[i], b);
     }
     running = __shfl_sync(kAll, now, 31);
   }

@@ -12,7 +12,13 @@ inline constexpr int kMostHeads = 4;  // KV heads of a block of threads: a warp 
 
 /// Key blocks in shared memory: those that warps read, which may be one apart, and those on their
 /// way.
-constexpr int stages_of(KvFormat format) { return format == KvFormat::kBf16 ? 3 : 4; }
+constexpr int stages_of(KvFormat format) {
+  return format == KvFormat::kBf16 || format == KvFormat::kNvfp4 ? 3 : 4;
+}
+/// Blocks of threads that a multiprocessor holds at a time.
+constexpr int residents_of(KvFormat format, int groups) {
+  return groups > 1 ? 2 : format == KvFormat::kNvfp4 ? 4 : 3;
+}
 
 inline constexpr unsigned kAll = 0xFFFFFFFFu;
 
@@ -363,7 +369,7 @@ class Queries {
 };
 
 template <KvFormat kFormat, int kDim, int kGroups>
-__global__ void __launch_bounds__(32 * kMostHeads, kGroups == 1 ? 3 : 2)
+__global__ void __launch_bounds__(32 * kMostHeads, residents_of(kFormat, kGroups))
     attention_kernel(const __grid_constant__ AttentionParams p) {
   constexpr int kKeys = keys_at_once(kFormat);
   extern __shared__ __align__(128) unsigned char shared[];

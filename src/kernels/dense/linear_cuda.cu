@@ -94,8 +94,8 @@ __device__ void multiply_chunk(float (&d)[4], const uint4& low, const uint4& hig
   multiply_add<false>(d, low.z, high.z, low.w, high.w, x.z, x.w);
 }
 
-/// Few rows: a block has 16 outputs and 8 kTiles rows, a warp a segment, and the weight goes from
-/// memory straight to the tensor cores.
+/// Up to eight rows: a block has 16 outputs, a warp a segment, and the weight goes from memory
+/// straight to the tensor cores.
 template <int kTiles>
 __global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant__ Params p) {
   __shared__ float parts[kSegments][8 * kTiles][16 + 1];
@@ -164,17 +164,219 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant_
   }
 }
 
+__device__ void copy16(std::uint32_t shared, const Bf16* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+
+__device__ std::uint32_t shared_address(const void* shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+__device__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/// A float of another block's shared memory, at the place of `shared` here.
+__device__ float load_from(int block, std::uint32_t shared) {
+  std::uint32_t there;
+  float value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
+  return value;
+}
+
+constexpr int kMiddleThreads = 128;
+constexpr int kMiddleOuts = 128;
+constexpr int kMiddleStages = 6;
+constexpr int kPartStride = kMiddleOuts + 4;  // rows 2 t start 8 banks apart
+constexpr int kOutsEach = kMiddleOuts / kSegments;
+constexpr int kManyTiles = 400;  // that keep all multiprocessors busy, a block each
+
+/// Tiles of 128 outputs and up to 8 kTiles rows, a warp 32 outputs of them; chunks of inputs come
+/// through a ring in shared memory.
+template <int kTiles>
+class Middle {
+ public:
+  static constexpr int kStage = (kMiddleOuts + 8 * kTiles) * kChunk * 2;  // bytes
+  static constexpr int kBytes =
+      std::max(kMiddleStages * kStage, 8 * kTiles * kPartStride * static_cast<int>(sizeof(float)));
+
+  /// Chunks first .. end - 1 are on their way.
+  __device__ Middle(const Params& p, const Rows& rows, int first_out, unsigned char* shared,
+                    int first, int end)
+      : shared_(shared), coming_(first), end_(end) {
+    // A thread copies sixteens of bytes of the lines thread / 4, + 32, + 64 ..: outputs, then rows.
+    // Distances are counted in them, so that 32 bits are enough.
+    const int thread = static_cast<int>(threadIdx.x);
+    weight_ =
+        p.weight + rows.group * p.group_stride + std::int64_t{first_out} * p.in + thread % 4 * 8;
+    x_ = p.x + rows.first * p.x_stride + thread % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      outs_at_[i] =
+          static_cast<std::uint32_t>(min(thread / 4 + 32 * i, p.out - 1 - first_out) * (p.in / 8));
+    }
+#pragma unroll
+    for (int i = 0; i < kRowCopies; ++i) {
+      rows_at_[i] =
+          static_cast<std::uint32_t>(min(thread / 4 + 32 * i, rows.count - 1) * (p.x_stride / 8));
+    }
+    for (int i = 0; i < kMiddleStages - 1; ++i) start();
+  }
+
+  /// The next chunk.
+  __device__ void multiply(float (&d)[2][kTiles][4]) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kMiddleStages - 2) : "memory");
+    __syncthreads();
+    start();
+    // Lane 4 g + t reads inputs 8 t .. 8 t + 7 of line g.
+    const int thread = static_cast<int>(threadIdx.x);
+    const unsigned char* const stage = shared_ + slot_ * kStage + thread % 32 * 16;
+    slot_ = slot_ + 1 == kMiddleStages ? 0 : slot_ + 1;
+    uint4 a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = *reinterpret_cast<const uint4*>(stage + thread / 32 * 2048 + i * 512);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const uint4 b = *reinterpret_cast<const uint4*>(stage + 8192 + i * 512);
+      multiply_chunk(d[0][i], a[0], a[1], b);
+      multiply_chunk(d[1][i], a[2], a[3], b);
+    }
+  }
+
+  /// Sums go to shared memory, [8 * kTiles, kPartStride], when all chunks have been multiplied.
+  __device__ void store(const float (&d)[2][kTiles][4]) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    const int thread = static_cast<int>(threadIdx.x);
+    float* const to = reinterpret_cast<float*>(shared_) + thread % 4 * 2 * kPartStride +
+                      thread / 32 * 32 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        to[(8 * i + j % 2) * kPartStride + j / 2 * 8] = d[0][i][j];
+        to[(8 * i + j % 2) * kPartStride + j / 2 * 8 + 16] = d[1][i][j];
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRowCopies = (8 * kTiles + 31) / 32;
+
+  __device__ void start() {
+    if (coming_ < end_) {
+      const int thread = static_cast<int>(threadIdx.x);
+      const std::uint32_t to = shared_address(shared_) + thread * 16 + slot_coming_ * kStage;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        copy16(to + i * 2048, weight_ + coming_ * kChunk + std::int64_t{outs_at_[i]} * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowCopies; ++i) {
+        if (thread / 4 + 32 * i < 8 * kTiles) {
+          copy16(to + 8192 + i * 2048, x_ + coming_ * kChunk + std::int64_t{rows_at_[i]} * 8);
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    ++coming_;
+    slot_coming_ = slot_coming_ + 1 == kMiddleStages ? 0 : slot_coming_ + 1;
+  }
+
+  unsigned char* shared_;
+  const Bf16* weight_;
+  const Bf16* x_;
+  std::uint32_t outs_at_[4];
+  std::uint32_t rows_at_[kRowCopies];
+  int coming_;
+  int end_;
+  int slot_coming_ = 0;
+  int slot_ = 0;
+};
+
+/// Up to 64 rows: a cluster has a tile, each of its blocks a segment.
+template <int kTiles>
+__global__ void __cluster_dims__(kSegments, 1, 1) __launch_bounds__(kMiddleThreads, 3)
+    middle_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int segment = static_cast<int>(blockIdx.x) % kSegments;
+  const Rows rows = find_rows(p, static_cast<int>(blockIdx.y), 8 * kTiles);
+  if (rows.count <= 0) return;
+  const int first_out = static_cast<int>(blockIdx.x) / kSegments * kMiddleOuts;
+  float d[2][kTiles][4] = {};
+  const int end = chunk_of(p, segment + 1);
+  int chunk = chunk_of(p, segment);
+  Middle<kTiles> middle(p, rows, first_out, shared, chunk, end);
+  for (; chunk < end; ++chunk) middle.multiply(d);
+  middle.store(d);
+  sync_cluster();
+  const int column = segment * kOutsEach + thread % kOutsEach;  // each block adds up its share
+  if (first_out + column < p.out) {
+    const float* const part = reinterpret_cast<const float*>(shared) + column;
+#pragma unroll 4
+    for (int row = thread / kOutsEach; row < rows.count; row += kMiddleThreads / kOutsEach) {
+      const std::uint32_t at = shared_address(part + row * kPartStride);
+      float own[kSegments];
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) own[s] = load_from(s, at);
+      float sum = own[0];
+      float half = 0.0f;
+#pragma unroll
+      for (int s = 1; s < kSegments; ++s) {
+        const bool middle_one = p.split_k && s == kSegments / 2;
+        if (middle_one) half = rounded(sum);
+        sum = middle_one ? own[s] : sum + own[s];
+      }
+      put(p, rows.first + row, first_out + column, p.split_k ? half + rounded(sum) : sum);
+    }
+  }
+  sync_cluster();  // none leaves while others read what it has
+}
+
+/// Up to 64 rows and so many outputs that a block has all segments of a tile.
+template <int kTiles>
+__global__ void __launch_bounds__(kMiddleThreads, 2) long_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int thread = static_cast<int>(threadIdx.x);
+  const Rows rows = find_rows(p, static_cast<int>(blockIdx.y), 8 * kTiles);
+  if (rows.count <= 0) return;
+  const int first_out = static_cast<int>(blockIdx.x) * kMiddleOuts;
+  float sum[2][kTiles][4] = {};
+  float d[2][kTiles][4] = {};
+  int chunk = 0;
+  Middle<kTiles> middle(p, rows, first_out, shared, chunk, chunk_of(p, kSegments));
+  for (int segment = 0; segment < kSegments; ++segment) {
+    for (const int end = chunk_of(p, segment + 1); chunk < end; ++chunk) middle.multiply(d);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sum[m][i][j] = segment == 0 ? d[m][i][j] : sum[m][i][j] + d[m][i][j];
+          d[m][i][j] = 0.0f;
+        }
+      }
+    }
+  }
+  middle.store(sum);
+  __syncthreads();
+  if (first_out + thread >= p.out) return;
+  const float* const total = reinterpret_cast<const float*>(shared) + thread;
+  for (int row = 0; row < rows.count; ++row) {
+    put(p, rows.first + row, first_out + thread, total[row * kPartStride]);
+  }
+}
+
 constexpr int kWideOuts = 128;
 constexpr int kWideRows = 128;
 constexpr int kWideStages = 4;
 constexpr int kWideStage = (kWideOuts + kWideRows) * kChunk;  // numbers
-
-__device__ void copy16(Bf16* to, const Bf16* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-}
 
 /// Many rows: a block has 128 outputs and 128 rows, a warp 64 by 32 of them.
 template <bool kSplit>
@@ -204,7 +406,8 @@ __global__ void __launch_bounds__(kThreads, 1) wide_kernel(const __grid_constant
     if (chunk < chunks) {
       Bf16* const to = stages + chunk % kWideStages * kWideStage + thread * 8;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) copy16(to + i * kThreads * 8, from[i] + chunk * kChunk);
+      for (int i = 0; i < 4; ++i)
+        copy16(shared_address(to + i * kThreads * 8), from[i] + chunk * kChunk);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -283,15 +486,30 @@ void launch_narrow(const Params& p, int tiles, Stream stream) {
   cuda::require_launch("narrow_kernel");
 }
 
+template <int kTiles>
+void launch_middle(const Params& p, int tiles, Stream stream) {
+  constexpr int kBytes = Middle<kTiles>::kBytes;
+  const int outs = (p.out + kMiddleOuts - 1) / kMiddleOuts;
+  // The drift rounds half of a sum, which a block's running sum does not have.
+  const bool is_long = outs >= kManyTiles && !p.split_k;
+  const auto kernel = is_long ? long_kernel<kTiles> : middle_kernel<kTiles>;
+  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                "cudaFuncSetAttribute");
+  const dim3 grid(static_cast<unsigned>(is_long ? outs : outs * kSegments),
+                  static_cast<unsigned>(tiles));
+  kernel<<<grid, kMiddleThreads, kBytes, cuda::stream_of(stream)>>>(p);
+  cuda::require_launch("middle_kernel");
+}
+
 /// No more tiles than these, whatever the groups are.
 int most_tiles(const Params& p, int size) { return p.rows / size + p.groups; }
 
 void launch(const Params& p, Stream stream) {
   const int each = p.offsets == nullptr ? p.rows : (p.rows + p.groups - 1) / p.groups;
   if (each <= 8) return launch_narrow<1>(p, most_tiles(p, 8), stream);
-  if (each <= 16) return launch_narrow<2>(p, most_tiles(p, 16), stream);
-  if (each <= 32) return launch_narrow<4>(p, most_tiles(p, 32), stream);
-  if (each <= 64) return launch_narrow<8>(p, most_tiles(p, 64), stream);
+  if (each <= 16) return launch_middle<2>(p, most_tiles(p, 16), stream);
+  if (each <= 32) return launch_middle<4>(p, most_tiles(p, 32), stream);
+  if (each <= 64) return launch_middle<8>(p, most_tiles(p, 64), stream);
   constexpr int kBytes = kWideStages * kWideStage * static_cast<int>(sizeof(Bf16));
   const auto kernel = p.split_k ? wide_kernel<true> : wide_kernel<false>;
   cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),

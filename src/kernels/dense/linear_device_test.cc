@@ -112,6 +112,26 @@ TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
   }
 }
 
+/// So many outputs, as a vocabulary has, take another kernel.
+TEST_P(LinearOnDevice, RowsOfAVocabularyDoNotDependOnEachOther) {
+  const std::int64_t rows = 66, in = 544;
+  const std::int64_t out = GetParam().kind == Device::Kind::kCuda ? 51'345 : 345;
+  const auto x = random_bf16(rows * in, 15);
+  auto some = random_bf16(345 * in, 16);
+  const auto first_rows = some;
+  while (std::ssize(some) < out * in) {
+    some.insert(some.end(), first_rows.begin(),
+                first_rows.begin() + std::min(std::ssize(first_rows), out * in - std::ssize(some)));
+  }
+  const Weight w = pack(some, out, in);
+  const auto all = multiply(x, 0, rows, w);
+  for (const std::int64_t count : {1, 9, 17, 64}) {
+    const auto part = multiply(x, 2, count, w);
+    const auto from = all.begin() + 2 * out;
+    ASSERT_TRUE(part == std::vector<float>(from, from + count * out)) << count;
+  }
+}
+
 TEST_P(LinearOnDevice, SplitHalvesAreRoundedToBf16) {
   for (const std::int64_t rows : {9, 90}) {
     const std::int64_t in = 128, out = 40;

@@ -1,3 +1,5 @@
+/// A draw is a cluster's of blocks of threads, which share the vocabulary. The sums of its blocks
+/// of 128 tokens are added up by one of them, for their order is the definition's.
 #include "base/philox.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/sample_rows.h"
@@ -6,7 +8,8 @@
 namespace lockstep::kernels {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
+constexpr int kWindow = 1024;  // sums that are added up at a time
 constexpr int kBlock = static_cast<int>(kSampleBlock);
 constexpr int kLanes = 16;
 constexpr unsigned kAll = 0xFFFFFFFFu;
@@ -48,6 +51,11 @@ __device__ float exp_of(float x) {
   return possible ? p * scale : 0.0f;
 }
 
+/// logit / temperature; the commonest one takes no division.
+__device__ float cooled(float logit, float temperature) {
+  return temperature == 1.0f ? logit : __fdiv_rn(logit, temperature);
+}
+
 /// Greater is the greater logit, of equal ones the lower token.
 __device__ std::uint64_t key_of(float logit, int token) {
   const std::uint32_t bits = float_bits(logit + 0.0f);  // zeros of both signs are equal
@@ -57,113 +65,184 @@ __device__ std::uint64_t key_of(float logit, int token) {
 
 struct Shared {
   std::uint64_t best[kThreads / 32];
+  std::uint64_t best_here;  // 0: there is a NaN
+  std::uint64_t best_of_all;
+  double sums[kWindow];
+  double total;
   int found;
 };
 
-/// The likeliest token of the row; -1 where there is a NaN.
-__device__ int likeliest(const float* logits, int count, Shared& shared) {
-  std::uint64_t best = 0;
+__device__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/// What stands at the place of `shared` in another block of the cluster.
+__device__ std::uint64_t load_from(unsigned block, const std::uint64_t* shared) {
+  std::uint32_t there;
+  std::uint64_t value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))), "r"(block));
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(there) : "memory");
+  return value;
+}
+
+__device__ std::uint64_t warp_max(std::uint64_t key) {
+  for (int step = 16; step > 0; step /= 2) {
+    const std::uint64_t other = __shfl_xor_sync(kAll, key, step);
+    key = other > key ? other : key;
+  }
+  return key;
+}
+
+/// The likeliest token of the row, of which this block, one of kShares, looks at `first` to `end`;
+/// -1 where there is a NaN. Another barrier of the cluster must follow.
+template <int kShares>
+__device__ int likeliest(const float* logits, int first, int end, Shared& shared) {
+  const unsigned thread = threadIdx.x;
+  std::uint64_t best = 1;  // below every token's
   bool bad = false;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+#pragma unroll 8
+  for (int i = first + static_cast<int>(thread); i < end; i += kThreads) {
     const float x = logits[i];
     bad |= x != x;
     const std::uint64_t key = key_of(x, i);
     best = key > best ? key : best;
   }
-  for (int step = 16; step > 0; step /= 2) {
-    const std::uint64_t other = __shfl_xor_sync(kAll, best, step);
-    best = other > best ? other : best;
-  }
-  if (threadIdx.x % 32 == 0) shared.best[threadIdx.x / 32] = best;
+  best = warp_max(best);
+  if (thread % 32 == 0) shared.best[thread / 32] = best;
   const bool any = __syncthreads_or(bad) != 0;
-  best = shared.best[threadIdx.x % 32];
-  for (int step = 16; step > 0; step /= 2) {
-    const std::uint64_t other = __shfl_xor_sync(kAll, best, step);
-    best = other > best ? other : best;
+  if (thread < 32) {
+    best = warp_max(shared.best[thread % (kThreads / 32)]);
+    if (thread == 0) shared.best_here = any ? 0 : best;
+  }
+  sync_cluster();
+  if (thread < 32) {
+    const std::uint64_t other = load_from(thread % kShares, &shared.best_here);
+    best = __any_sync(kAll, other == 0) ? 0 : warp_max(other);
+    if (thread == 0) shared.best_of_all = best;
   }
   __syncthreads();
-  return any ? -1 : static_cast<int>(0xFFFFFFFFu - static_cast<std::uint32_t>(best));
+  best = shared.best_of_all;
+  return best == 0 ? -1 : static_cast<int>(0xFFFFFFFFu - static_cast<std::uint32_t>(best));
 }
 
-/// Sums of blocks of 128, 16 threads each: lanes in FP32, then one after another in double.
+/// Sums of blocks first .. end - 1 of 128, 16 threads each: lanes in FP32, then one after another
+/// in double.
 __device__ void sum_blocks(const Params& p, const float* logits, float temperature, float max,
-                           double* sums) {
+                           int first, int end, double* sums) {
+  constexpr int kAtOnce = kThreads / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int rounds = (p.blocks + kThreads / kLanes - 1) / (kThreads / kLanes);
-  for (int round = 0; round < rounds; ++round) {
-    const int block = round * (kThreads / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
+  for (int base = first; base < end; base += kAtOnce) {  // as often for all threads of a warp
+    const int block = base + static_cast<int>(threadIdx.x) / kLanes;
+    float x[kBlock / kLanes];
+#pragma unroll
+    for (int i = 0; i < kBlock / kLanes; ++i) {
+      const int token = block * kBlock + i * kLanes + lane;
+      x[i] = block < end && token < p.count ? logits[token] : 0.0f;
+    }
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBlock; i += kLanes) {
-      const int token = block * kBlock + i + lane;
-      const float e = token < p.count ? exp_of(__fdiv_rn(logits[token], temperature) - max) : 0.0f;
-      sum += e;
+    for (int i = 0; i < kBlock / kLanes; ++i) {
+      const int token = block * kBlock + i * kLanes + lane;
+      sum += token < p.count ? exp_of(cooled(x[i], temperature) - max) : 0.0f;
     }
     double total = 0.0;
-    for (int i = 0; i < kLanes; ++i)
-      total += static_cast<double>(__shfl_sync(kAll, sum, i, kLanes));
-    if (lane == 0 && block < p.blocks) sums[block] = total;
-  }
-}
-
-/// One after another, from global memory by way of registers: a warp reads ahead.
-__device__ double add_up(const double* sums, double* below, int blocks) {
-  const int lane = static_cast<int>(threadIdx.x);
-  double total = 0.0;
-  for (int first = 0; first < blocks; first += 32) {
-    const double own = first + lane < blocks ? sums[first + lane] : 0.0;
-    double mine = 0.0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      total += __shfl_sync(kAll, own, i);  // 0 past the last block
-      mine = i == lane ? total : mine;
+    for (int i = 0; i < kLanes; ++i) {
+      total += static_cast<double>(__shfl_sync(kAll, sum, i, kLanes));
     }
-    if (first + lane < blocks) below[first + lane] = mine;
+    if (lane == 0 && block < end) sums[block] = total;
   }
-  return total;
 }
 
-/// The smallest token whose sum exceeds the target. By one thread.
+/// The sum of all, one after another; below[i]: of those up to and with i. By all threads, a warp
+/// of which adds.
+__device__ double add_up(const double* sums, double* below, int blocks, Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  double total = 0.0;
+  for (int first = 0; first < blocks; first += kWindow) {
+    const int count = min(kWindow, blocks - first);
+    for (int i = thread; i < kWindow; i += kThreads) {
+      shared.sums[i] = i < count ? sums[first + i] : 0.0;
+    }
+    __syncthreads();
+    if (thread == 0) {
+      constexpr int kAhead = 16;
+      for (int i = 0; i < count; i += kAhead) {
+        double own[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) own[j] = shared.sums[i + j];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          total += own[j];  // 0 past the last block
+          shared.sums[i + j] = total;
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = thread; i < count; i += kThreads) below[first + i] = shared.sums[i];
+    if (thread == 0) shared.total = total;
+    __syncthreads();
+  }
+  return shared.total;
+}
+
+/// The smallest token whose sum exceeds the target; the last that has any probability where none
+/// does. By one warp.
 __device__ int token_in(const Params& p, const float* logits, float temperature, float max,
                         int block, double below, double target) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float e[kBlock / 32];
+#pragma unroll
+  for (int i = 0; i < kBlock / 32; ++i) {
+    const int token = block * kBlock + i * 32 + lane;
+    e[i] = token < p.count ? exp_of(cooled(logits[token], temperature) - max) : 0.0f;
+  }
   int chosen = block * kBlock;
-  for (int i = 0; i < kBlock && block * kBlock + i < p.count; ++i) {
-    const int token = block * kBlock + i;
-    const float e = exp_of(__fdiv_rn(logits[token], temperature) - max);
-    if (e == 0.0f) continue;
-    chosen = token;
-    below += static_cast<double>(e);
-    if (below > target) break;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kBlock / 32; ++i) {
+    for (int j = 0; j < 32; ++j) {
+      const float own = __shfl_sync(kAll, e[i], j);
+      if (found || own == 0.0f) continue;
+      chosen = block * kBlock + i * 32 + j;
+      below += static_cast<double>(own);
+      found = below > target;
+    }
   }
   return chosen;
 }
 
-/// A block a draw.
-__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ Params p) {
+/// A draw by kShares blocks of threads.
+template <int kShares>
+__global__ void __cluster_dims__(kShares, 1, 1) __launch_bounds__(kThreads)
+    sample_kernel(const __grid_constant__ Params p) {
   __shared__ Shared shared;
-  const std::int64_t row = blockIdx.x;
+  const std::int64_t row = blockIdx.x / kShares;
+  const int share = static_cast<int>(blockIdx.x % kShares);
   const float* const logits = p.logits + (p.rows == nullptr ? row : p.rows[row]) * p.stride;
   const float temperature = p.temperatures[row];
   double* const sums = p.sums + row * p.blocks;
   double* const below = p.below + row * p.blocks;
-  const int best = likeliest(logits, p.count, shared);
+  const int first = static_cast<int>(std::int64_t{p.blocks} * share / kShares);
+  const int end = static_cast<int>(std::int64_t{p.blocks} * (share + 1) / kShares);
+  const int best = likeliest<kShares>(logits, first * kBlock, min(end * kBlock, p.count), shared);
   if (best < 0) {
-    if (threadIdx.x == 0) {
+    if (share == 0 && threadIdx.x == 0) {
       p.tokens[row] = -1;
       p.logps[row] = float_of(0x7FC00000u);
     }
+    sync_cluster();
     return;
   }
-  const float max = __fdiv_rn(logits[best], temperature);
-  sum_blocks(p, logits, temperature, max, sums);
+  const float max = cooled(logits[best], temperature);
+  sum_blocks(p, logits, temperature, max, first, end, sums);
+  sync_cluster();
+  if (share != 0) return;
   if (threadIdx.x == 0) shared.found = p.blocks;
-  __syncthreads();
-  __shared__ double total;
-  if (threadIdx.x < 32) {
-    const double all = add_up(sums, below, p.blocks);
-    if (threadIdx.x == 0) total = all;
-  }
-  __syncthreads();
+  const double total = add_up(sums, below, p.blocks, shared);
   const std::int32_t given = p.given == nullptr ? -1 : p.given[row];
   int token = given >= 0 ? given : best;
   if (given < 0 && !p.greedy) {
@@ -175,21 +254,20 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
       if (below[i] > target) atomicMin(&shared.found, i);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int block = shared.found;
-      if (block == p.blocks) {  // a rounding error short: the last block that has any probability
-        block = 0;
-        for (int i = 0; i < p.blocks; ++i) block = sums[i] > 0.0 ? i : block;
-        token = token_in(p, logits, temperature, max, block, total, target);
-      } else {
-        token = token_in(p, logits, temperature, max, block, block == 0 ? 0.0 : below[block - 1],
-                         target);
-      }
+    if (threadIdx.x >= 32) return;
+    int block = shared.found;
+    double before = total;
+    if (block == p.blocks) {  // a rounding error short: the last block that has any probability
+      block = 0;
+      for (int i = 0; i < p.blocks; ++i) block = sums[i] > 0.0 ? i : block;
+    } else {
+      before = block == 0 ? 0.0 : below[block - 1];
     }
+    token = token_in(p, logits, temperature, max, block, before, target);
   }
   if (threadIdx.x != 0) return;
   p.tokens[row] = token;
-  const float z = __fdiv_rn(logits[token], temperature);
+  const float z = cooled(logits[token], temperature);
   p.logps[row] = static_cast<float>(static_cast<double>(z) - static_cast<double>(max) - log(total));
 }
 
@@ -216,7 +294,9 @@ void sample_cuda(const SampleArgs& args, Stream stream) {
   p.stride = args.logits.stride[0];
   p.count = static_cast<std::int32_t>(count);
   p.greedy = args.greedy;
-  sample_kernel<<<static_cast<unsigned>(rows), kThreads, 0, cuda::stream_of(stream)>>>(p);
+  const bool few = rows <= 32;
+  const auto kernel = few ? sample_kernel<8> : sample_kernel<4>;
+  kernel<<<static_cast<unsigned>(rows * (few ? 8 : 4)), kThreads, 0, cuda::stream_of(stream)>>>(p);
   cuda::require_launch("sample_kernel");
 }
 

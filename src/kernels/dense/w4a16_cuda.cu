@@ -7,7 +7,7 @@
 /// its range of K in order, and the four ranges are added in order: the same for every row,
 /// whatever the batch.
 #include "kernels/dense/w4a16_cuda.h"
-#include "kernels/exact/w4a4_kernel_cuda.h"
+#include "kernels/exact/w4a4_ring_cuda.h"
 #include "numerics/bf16.h"
 
 namespace lockstep::kernels {
@@ -32,6 +32,7 @@ struct Shared16 {
   float sums[kSplits][kTiles][kItems][16];
   std::uint64_t arrived[kWarps][kStages];
   WeightStream stream[kWarps];
+  Place found[2];
   Work work;
   std::int32_t from[kItems];
   std::int32_t to[kItems];
@@ -65,10 +66,10 @@ __device__ void unpack_x(const Params16& p, Shared16& s, int count, int segment)
   }
 }
 
-/// s8 2^119 of a scale as it is stored, m 2^(e - 9), in the upper half.
-__device__ std::uint32_t raised_scale(std::uint32_t stored) {
-  const float m = __uint_as_float(0x4B000000u | (stored & 15u)) - 8388608.0f;
-  return __float_as_uint(m * __uint_as_float(((stored >> 4) + 110u + 127u) << 23));
+/// s8 2^119 of the byte whose bits stand from bit 20 on, where they mean s8 2^-120; in the upper
+/// half.
+__device__ std::uint32_t raised_scale(std::uint32_t bits) {
+  return __float_as_uint(__uint_as_float(bits) * 0x1p120f * 0x1p119f);
 }
 
 /// Codes j of two words' halves, as BF16 times 2^-126.
@@ -97,8 +98,8 @@ __device__ void multiply_chunk16(float (&d)[4], const Shared16& s, const std::ui
   const std::uint32_t stored =
       *reinterpret_cast<const std::uint16_t*>(chunk + kChunkCodeBytes + lane * 2);
   // The lane's block, outputs g and g + 8; the quad has all four blocks.
-  const std::uint32_t mine =
-      __byte_perm(raised_scale(stored & 0xFFu), raised_scale(stored >> 8), 0x7632);
+  const std::uint32_t mine = __byte_perm(raised_scale(stored << 20 & 0x07F00000u),
+                                         raised_scale(stored << 12 & 0x07F00000u), 0x7632);
   const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
@@ -180,12 +181,13 @@ __global__ void __launch_bounds__(kThreads, 3) w4a16_kernel(const __grid_constan
   wait_for_predecessors();
   release_successors();
   Reader reader;
-  {
-    const Work work = find_work(p.work, thread % 32);
-    if (work.left == 0) return;
-    if (thread == 0) s.work = work;
-    if (thread % 32 == 0)
-      reader.start(p.work, work, s.stream[warp], s.ring[warp], s.arrived[warp], warp);
+  if (thread < 64) find_work(p.work, s.found, thread);
+  __syncthreads();
+  if (thread == 0) s.work = work_between(p.work, s.found[0], s.found[1]);
+  __syncthreads();
+  if (s.work.left == 0) return;
+  if (thread % 32 == 0) {
+    reader.start(p.work, s.work, s.stream[warp], s.ring[warp], s.arrived[warp], warp);
   }
   __syncthreads();
   while (true) {
@@ -216,7 +218,8 @@ void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
   const cuda::OnDevice scope(args.w.device.index);
   Params16 p{};
   p.work = params_of_work(args.w, args.offsets, args.from, args.to, args.out, items);
-  p.work.base_cost = 1 << 8;  // all units cost the same here
+  p.work.base_cost = 1;  // all units cost the same here
+  p.work.pair_cost = 0;
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];
   launch_over(w4a16_kernel, static_cast<int>(sizeof(Shared16)), 3, p.work, args.w.device.index,

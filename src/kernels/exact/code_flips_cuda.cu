@@ -3,7 +3,7 @@
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/exact/code_flips_cuda.h"
-#include "kernels/exact/w4a4_kernel_cuda.h"
+#include "kernels/exact/w4a4_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const auto before =
         static_cast<std::uint32_t>(chunk[kChunkCodeBytes + (4 * g + at) * 2 + high]);
-    mine.scale += stored_scale(p.scales[row * p.scale_stride + block]) != before;
+    mine.scale += p.scales[row * p.scale_stride + block] != before;
   }
   add(mine, counts);
 }

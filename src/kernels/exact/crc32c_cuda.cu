@@ -86,12 +86,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// The scale byte that w4a4's stored_scale() made this of.
-__device__ inline std::uint32_t scale_byte_of(std::uint32_t stored) {
-  const std::uint32_t m = stored & 15u;
-  return m < 8 ? m : ((stored >> 4) + 1) * 8 + (m - 8);
-}
-
 /// A tile's codes: lane 4 g + t has of each block columns 4 t .. 4 t + 3 of outputs g and g + 8,
 /// two bytes of each. It gives one output's to its neighbour for the other's of the same columns:
 /// then every lane has words of one row.
@@ -140,20 +134,15 @@ __device__ std::uint32_t tile_scales(const std::byte* tile, int blocks, int rows
     const auto pair = *reinterpret_cast<const uint2*>(tile + chunk * 576 + 512 + 8 * g);
     return __byte_perm(pair.x, pair.y, high != 0 ? 0x7531 : 0x6420);
   };
-  const auto bytes_of = [](std::uint32_t stored) {
-    std::uint32_t bytes = 0;
-    for (int i = 0; i < 32; i += 8) bytes |= scale_byte_of(stored >> i & 255u) << i;
-    return bytes;
-  };
   std::uint32_t s = 0;
   // Where the number of chunks is odd, a zero stands before the first.
   for (int chunk = (lane >> 4) - (chunks & 1); chunk < chunks; chunk += 2) {
-    s = step(mine, s) ^ (chunk >= 0 ? bytes_of(word_of(chunk)) : 0u);
+    s = step(mine, s) ^ (chunk >= 0 ? word_of(chunk) : 0u);
   }
   static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
   s = gf2::times(s, lane >= 16 ? kOne : kTwo);
   if (rest > 0) {
-    const std::uint32_t last = bytes_of(word_of(chunks));
+    const std::uint32_t last = word_of(chunks);
     for (int i = 0; i < rest; ++i) s = gf2::after_byte(s, lane < 16 ? last >> i * 8 & 255u : 0u);
   }
   return row < rows ? gf2::times(s, powers[16 + rows - 1 - row]) : 0u;

@@ -26,20 +26,19 @@ struct MoeW4a4Args {
   // Becomes the first row with an operand of W2 that is not finite, where that is lower than what
   // it holds; nullptr: nobody asks.
   std::int32_t* bad = nullptr;
-  // On a CUDA device counters of its own, moe_w4a4_counters(), zero before the first use and after
-  // each; calls that run at the same time need their own.
+  // Not read: a CUDA device once counted here who came last.
   std::int32_t* counters = nullptr;
 };
 
 /// up, w2_in, y and out as w4a4(), swiglu(), quantize() under one power of two a slot, w4a4() and
 /// combine() give them one after another, in every bit. Of a slot that is not finite codes and
-/// scale bytes are 0. On a CUDA device two launches, neither of which depends on how many rows
-/// there are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument.
+/// scale bytes are 0. On a CUDA device four launches, none of which depends on how many rows there
+/// are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument.
 void moe_w4a4(const MoeW4a4Args& args, Stream stream = {});
 
-inline constexpr std::int64_t kMoeMostWidth = 1056;
+inline constexpr std::int64_t kMoeMostWidth = 4096;
 
-/// int32 numbers that `counters` holds for up to `rows` rows of K slots.
+/// int32 numbers that `counters` would hold: one.
 std::int64_t moe_w4a4_counters(std::int64_t rows, std::int64_t slots, std::int32_t experts,
                                std::int32_t hidden);
 

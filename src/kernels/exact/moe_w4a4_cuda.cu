@@ -1,9 +1,6 @@
-/// The routed experts of a layer in two launches of the exact product, each with a tail.
-///
-/// Of the blocks of threads that share a unit's outputs of W13, the one that comes last turns them
-/// into W2's operand; of those that share a token's columns of W2, the last one combines the slots,
-/// in their order. Which one comes last changes no bit: it reads what all have written. The second
-/// launch starts beside the first and has its weights on their way when that ends.
+/// The routed experts of a layer: W13, SwiGLU with quantization, W2 and the sum over a token's
+/// slots. Each launch starts beside the one before it; W2's has its weights on their way when
+/// SwiGLU's ends.
 #include "kernels/exact/moe_w4a4_cuda.h"
 #include "kernels/exact/w4a4_kernel_cuda.h"
 #include "numerics/exp.h"
@@ -14,30 +11,12 @@ namespace {
 
 using namespace w4a4_device;
 
-/// All threads' writes are seen by whoever brings the counter to `target`. True for that one, in
-/// all threads; the counter is zero again.
-__device__ bool is_last(std::int32_t* counter, std::int32_t done, std::int32_t target,
-                        std::int32_t* shared) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const bool last = atomicAdd(counter, done) + done == target;
-    if (last) {
-      *counter = 0;
-      __threadfence();
-    }
-    *shared = last;
-  }
-  __syncthreads();
-  return *shared != 0;
-}
+constexpr int kMostWords = 4;  // of four elements, of a thread
+static_assert(kMoeMostWidth == 4 * kMostWords * kThreads);
 
-/// W2's operand of a unit: SwiGLU, then quantization under one power of two a slot.
-struct SwigluTail {
-  static constexpr bool kStartsEarly = false;
-  static constexpr bool kRuns = true;
-
-  std::int32_t* counters;  // one a unit
+struct SwigluParams {
+  const float* up;
+  std::int64_t up_stride;
   std::int32_t* bad;
   std::uint8_t* codes;
   std::uint8_t* scales;
@@ -47,150 +26,131 @@ struct SwigluTail {
   std::int64_t global_stride;
   std::int32_t width;
   std::int32_t slots;
+};
 
-  template <typename Kernel>
-  __device__ void operator()(const Params& p, Kernel& s, const Unit& unit, int index, int first,
-                             int end) const {
-    std::int32_t* const amax = s.tail;
-    if (!is_last(counters + index, end - first, p.groups, &s.last)) return;
-    const int count = unit.count();
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread < kItems) amax[thread] = 0;
-    __syncthreads();
-    // The values stay in the rows that held the activations.
-    const int total = count * width;
-    for (int i = thread; i < total; i += kThreads) {
-      const int row = i / width;
-      const int column = i % width;
-      const float* const from = p.out + s.to[row] * p.out_stride + column;
-      const Bf16 value = swiglu_exact(__ldcg(from), __ldcg(from + width));
-      reinterpret_cast<Bf16*>(s.a[0][row])[column] = value;
-      const int magnitude = static_cast<int>(value) & 0x7FFF;
-      const unsigned here = __activemask();
-      // Rows are whole warps wide where width is a multiple of 32; elsewhere each adds its own.
-      if (width % 32 == 0) {
-        const int most = __reduce_max_sync(here, magnitude);
-        if (thread % 32 == 0) atomicMax(amax + row, most);
-      } else {
-        atomicMax(amax + row, magnitude);
-      }
-    }
-    __syncthreads();
-    const int words = width / 4;
-    const int work = count * words;
-    for (int i = thread; i - thread < work; i += kThreads) {
-      quantize_word(s.a[0], s.to, amax, i / words, i % words, i < work);
-    }
-    if (thread < count) {
-      const std::int32_t slot = s.to[thread];
-      const bool finite = amax[thread] < 0x7F80;
-      global[slot * global_stride] = power_of_two(
-          finite ? global_exponent(float_of(static_cast<std::uint32_t>(amax[thread]) << 16)) : 0);
-      if (!finite && bad != nullptr) atomicMin(bad, slot / slots);
+__device__ float4 load_four(const float* from) {
+  if ((reinterpret_cast<std::uintptr_t>(from) & 15u) == 0) {
+    return *reinterpret_cast<const float4*>(from);
+  }
+  return {from[0], from[1], from[2], from[3]};
+}
+
+/// W2's operand, a block of threads a slot: quantization is under one power of two.
+__global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluParams p) {
+  __shared__ int most_of_warp[kWarps];
+  const std::int64_t slot = blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int words = p.width / 4;
+  wait_for_predecessors();
+  release_successors();
+  float value[kMostWords][4] = {};
+  int most = 0;  // bits of a magnitude
+#pragma unroll
+  for (int i = 0; i < kMostWords; ++i) {
+    const int word = thread + i * kThreads;
+    if (word >= words) break;
+    const float* const from = p.up + slot * p.up_stride + word * 4;
+    const float4 gate = load_four(from);
+    const float4 up = load_four(from + p.width);
+    const float g[4] = {gate.x, gate.y, gate.z, gate.w};
+    const float u[4] = {up.x, up.y, up.z, up.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Bf16 x = swiglu_exact(g[j], u[j]);
+      value[i][j] = to_float(x);
+      most = max(most, static_cast<int>(x) & 0x7FFF);
     }
   }
-
-  /// Four elements; the four lanes of a block agree on its scale. All lanes of a warp call it.
-  __device__ void quantize_word(const std::uint8_t (&rows)[kItems][kRowBytes],
-                                const std::int32_t* to, const std::int32_t* amax, int row, int word,
-                                bool exists) const {
-    uint2 bits{0, 0};
-    std::int32_t n = 0;
-    bool finite = false;
-    if (exists) {
-      bits = *reinterpret_cast<const uint2*>(rows[row] + word * 8);
-      finite = amax[row] < 0x7F80;
-      if (finite) n = global_exponent(float_of(static_cast<std::uint32_t>(amax[row]) << 16));
+  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  if (thread % 32 == 0) most_of_warp[thread / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) most = max(most, most_of_warp[i]);
+  const bool finite = most < 0x7F80;
+  const std::int32_t n =
+      finite ? global_exponent(float_of(static_cast<std::uint32_t>(most) << 16)) : 0;
+  if (thread == 0) {
+    p.global[slot * p.global_stride] = power_of_two(n);
+    if (!finite && p.bad != nullptr) {
+      atomicMin(p.bad, static_cast<std::int32_t>(slot / p.slots));
     }
-    const float x[4] = {float_of(bits.x << 16), float_of(bits.x & 0xFFFF0000u),
-                        float_of(bits.y << 16), float_of(bits.y & 0xFFFF0000u)};
-    float most =
-        fmaxf(fmaxf(magnitude(x[0]), magnitude(x[1])), fmaxf(magnitude(x[2]), magnitude(x[3])));
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-    if (!exists) return;
+  }
+#pragma unroll
+  for (int i = 0; i < kMostWords; ++i) {
+    const int word = thread + i * kThreads;
+    if (word - thread >= words) break;
+    // The four lanes of a block agree on its scale.
+    float block_most = fmaxf(fmaxf(magnitude(value[i][0]), magnitude(value[i][1])),
+                             fmaxf(magnitude(value[i][2]), magnitude(value[i][3])));
+    block_most = fmaxf(block_most, __shfl_xor_sync(0xFFFFFFFFu, block_most, 1));
+    block_most = fmaxf(block_most, __shfl_xor_sync(0xFFFFFFFFu, block_most, 2));
+    if (word >= words) break;
     std::uint32_t packed = 0;
     std::uint8_t s8 = 0;
     if (finite) {
-      const E4m3 scale = block_scale(most, n);
+      const E4m3 scale = block_scale(block_most, n);
       s8 = bits_of(scale);
-      const float value = scale_value(scale, n);
-      for (int i = 0; i < 4; ++i) {
-        packed |= static_cast<std::uint32_t>(bits_of(to_e2m1_scaled(x[i], value))) << 4 * i;
+      const float unit = scale_value(scale, n);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        packed |= static_cast<std::uint32_t>(bits_of(to_e2m1_scaled(value[i][j], unit))) << 4 * j;
       }
     }
-    const std::int64_t slot = to[row];
-    *reinterpret_cast<std::uint16_t*>(codes + slot * code_stride + word * 2) =
+    *reinterpret_cast<std::uint16_t*>(p.codes + slot * p.code_stride + word * 2) =
         static_cast<std::uint16_t>(packed);
-    if (word % 4 == 0) scales[slot * scale_stride + word / 4] = s8;
+    if (word % 4 == 0) p.scales[slot * p.scale_stride + word / 4] = s8;
   }
-};
+}
 
-/// The sum over a token's slots, once all of them have their columns.
-struct CombineTail {
-  static constexpr bool kStartsEarly = true;  // offsets are older than the launch of W13
-  static constexpr bool kRuns = true;
-
-  std::int32_t* counters;  // [rows, groups]
+struct CombineParams {
+  const float* y;
+  std::int64_t y_stride;
   const float* gates;
-  Bf16* out;
   std::int64_t gate_stride;
+  Bf16* out;
   std::int64_t out_stride;
   std::int32_t slots;
-
-  template <typename Kernel>
-  __device__ void operator()(const Params& p, Kernel& s, const Unit& unit, int, int first,
-                             int end) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    const int groups = end - first;
-    const int pairs = unit.count() * groups;
-    __syncthreads();
-    for (int i = thread; i - thread < pairs; i += kThreads) {
-      // A warp looks at 32 pairs of an item and a group, then combines those that are complete.
-      bool last = false;
-      if (i < pairs) {
-        __threadfence();
-        std::int32_t* const counter =
-            counters + s.to[i / groups] / slots * p.groups + first + i % groups;
-        last = atomicAdd(counter, 1) == slots - 1;
-        if (last) *counter = 0;
-        __threadfence();
-      }
-      for (unsigned left = __ballot_sync(0xFFFFFFFFu, last); left != 0; left &= left - 1) {
-        const int pair = i - thread % 32 + __ffs(static_cast<int>(left)) - 1;
-        combine(p, s.to[pair / groups] / slots, (first + pair % groups) * kGroup + thread % 32);
-      }
-    }
-  }
-
-  __device__ void combine(const Params& p, std::int64_t token, int column) const {
-    static_assert(kGroup == 32);
-    if (column >= p.out_rows) return;
-    const float* y = p.out + token * slots * p.out_stride + column;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int slot = 0; slot < slots; ++slot, y += p.out_stride) {
-      sum = __fadd_rn(sum, __fmul_rn(gates[token * gate_stride + slot], __ldcg(y)));
-    }
-    out[token * out_stride + column] = to_bf16(sum);
-  }
+  std::int32_t columns;
 };
+
+/// The sum over a token's slots, in their order; a thread a column.
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  const std::int64_t token = blockIdx.x;
+  const int column = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
+  wait_for_predecessors();
+  release_successors();
+  if (column >= p.columns) return;
+  const float* y = p.y + token * p.slots * p.y_stride + column;
+  const float* const gates = p.gates + token * p.gate_stride;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
+    sum = __fadd_rn(sum, __fmul_rn(gates[slot], *y));
+  }
+  p.out[token * p.out_stride + column] = to_bf16(sum);
+}
 
 }  // namespace
 
 void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
-  const cuda::OnDevice scope(args.a.codes.device.index);
+  const std::int8_t device = args.a.codes.device.index;
+  const cuda::OnDevice scope(device);
   const auto slots = static_cast<std::int32_t>(args.gates.shape[1]);
-  const std::int64_t items = args.gates.shape[0] * slots;
-  const Params first = params_of({.a = args.a,
-                                  .w = args.gate_up,
-                                  .offsets = args.offsets,
-                                  .from = args.rows_of,
-                                  .to = args.slots_of,
-                                  .out = args.up},
-                                 items);
-  SwigluTail swiglu{};
-  swiglu.counters = args.counters;
+  const std::int64_t rows = args.gates.shape[0];
+  const std::int64_t items = rows * slots;
+  launch<1>(params_of({.a = args.a,
+                       .w = args.gate_up,
+                       .offsets = args.offsets,
+                       .from = args.rows_of,
+                       .to = args.slots_of,
+                       .out = args.up},
+                      items),
+            device, stream);
+
+  SwigluParams swiglu{};
+  swiglu.up = args.up.data;
+  swiglu.up_stride = args.up.stride[0];
   swiglu.bad = args.bad;
   swiglu.codes = args.w2_in.codes.data;
   swiglu.scales = args.w2_in.scales.data;
@@ -200,23 +160,29 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   swiglu.global_stride = args.w2_in.global.stride[0];
   swiglu.width = args.down.cols;
   swiglu.slots = slots;
-  launch<1>(first, swiglu, args.a.codes.device.index, stream);
+  launch_beside(swiglu_kernel, dim3(static_cast<unsigned>(items)), 0, stream, swiglu);
 
-  const Params second = params_of({.a = args.w2_in,
-                                   .w = args.down,
-                                   .offsets = args.offsets,
-                                   .from = args.slots_of,
-                                   .to = args.slots_of,
-                                   .out = args.y},
-                                  items);
-  CombineTail combine{};
-  combine.counters = args.counters + items / kItems + args.gate_up.experts + 1;
+  Params second = params_of({.a = args.w2_in,
+                             .w = args.down,
+                             .offsets = args.offsets,
+                             .from = args.slots_of,
+                             .to = args.slots_of,
+                             .out = args.y},
+                            items);
+  second.starts_early = true;  // W13 has read offsets and slots_of
+  launch<1>(second, device, stream);
+
+  CombineParams combine{};
+  combine.y = args.y.data;
+  combine.y_stride = args.y.stride[0];
   combine.gates = args.gates.data;
-  combine.out = args.out.data;
   combine.gate_stride = args.gates.stride[0];
+  combine.out = args.out.data;
   combine.out_stride = args.out.stride[0];
   combine.slots = slots;
-  launch<1>(second, combine, args.a.codes.device.index, stream);
+  combine.columns = args.down.out;
+  const auto columns = static_cast<unsigned>((args.down.out + kThreads - 1) / kThreads);
+  launch_beside(combine_kernel, dim3(static_cast<unsigned>(rows), columns), 0, stream, combine);
 }
 
 }  // namespace lockstep::kernels

@@ -38,7 +38,7 @@ __global__ void w4a4_fill_kernel(const __grid_constant__ FillParams p) {
     *reinterpret_cast<std::uint16_t*>(chunk + (4 * g + t) * 16 + at * 4 + high * 2) = pair;
   }
   chunk[kChunkCodeBytes + (4 * g + at) * 2 + high] =
-      static_cast<std::byte>(stored_scale(p.scales[r * p.scale_stride + block]));
+      static_cast<std::byte>(p.scales[r * p.scale_stride + block]);
   if (i == 0) *reinterpret_cast<std::int32_t*>(p.expert) = exponent_of(p.global[0]);
 }
 
@@ -48,9 +48,9 @@ void w4a4_cuda(const W4a4Args& args, std::int64_t items, Stream stream) {
   const cuda::OnDevice scope(args.w.device.index);
   const Params params = params_of(args, items);
   if (args.residual.codes.empty()) {
-    return launch<1>(params, NoTail{}, args.w.device.index, stream);
+    return launch<1>(params, args.w.device.index, stream);
   }
-  launch<2>(params, NoTail{}, args.w.device.index, stream);
+  launch<2>(params, args.w.device.index, stream);
 }
 
 void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,

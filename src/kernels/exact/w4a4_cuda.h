@@ -43,27 +43,31 @@ __device__ inline std::uint32_t signed_codes(std::uint32_t codes) {
   return ((raised | 0x80808080u) - 0x40404040u) ^ 0x80808080u;
 }
 
-/// d = c + a b: 16 outputs by 8 columns over 16 codes. a: bytes 4 t .. 4 t + 3 of outputs g and g +
-/// 8 (lane = 4 g + t), unsigned; b: the same bytes of column g, signed; d: columns 2 t, 2 t + 1 of
-/// outputs g and g + 8.
-__device__ inline void multiply_block(std::int32_t (&d)[4], std::uint32_t a0, std::uint32_t a1,
-                                      std::uint32_t b, const int4& c) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%7,%8,%9,%10};"
+/// d = c + a b: 16 outputs by 8 columns over two blocks of 16 codes. first, second: of each block
+/// bytes 4 t .. 4 t + 3 of outputs g and g + 8 (lane = 4 g + t), unsigned; b0, b1: the same bytes
+/// of column g, signed; d: columns 2 t, 2 t + 1 of outputs g and g + 8.
+__device__ inline void multiply_blocks(std::int32_t (&d)[4], const std::uint32_t (&first)[2],
+                                       const std::uint32_t (&second)[2], std::uint32_t b0,
+                                       std::uint32_t b1, const int4& c) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
+      : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "r"(b0), "r"(b1), "r"(c.x),
+        "r"(c.y), "r"(c.z), "r"(c.w));
 }
 
-/// s8 * 2^9 of an activation. As a float's exponent and mantissa the byte means s8 * 2^-120,
-/// subnormals included.
-__device__ inline std::int32_t scale_units(std::uint32_t byte) {
-  return static_cast<std::int32_t>(__uint_as_float(byte << 20) * 0x1p120f * 0x1p9f);
+/// s8 * 2^9 of the byte whose bits stand from bit 20 on. As a float's exponent and mantissa they
+/// mean s8 * 2^-120, subnormals included.
+__device__ inline std::int32_t raised_units(std::uint32_t bits) {
+  return static_cast<std::int32_t>(__uint_as_float(bits) * 0x1p120f * 0x1p9f);
 }
+__device__ inline std::int32_t scale_units(std::uint32_t byte) { return raised_units(byte << 20); }
 
-/// A weight's scale as it lies in memory: s8 * 2^9 = m * 2^e, m in the low half, e in the high one.
-/// It takes fewer instructions to read than E4M3, which is what counts here.
-__device__ inline std::uint32_t stored_scale(std::uint32_t byte) {
-  return byte < 8 ? byte : (byte & 7u) + 8u + ((byte / 8u - 1u) << 4);
+/// threadIdx.x, read here: nothing that follows from it is known before.
+__device__ inline int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 /// acc as the product's FP32.

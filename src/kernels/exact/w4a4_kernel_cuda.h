@@ -1,305 +1,22 @@
-/// For .cu files alone: the kernel of the exact product, and what may follow it in the same launch.
+/// For .cu files alone: the kernel of the exact product.
 ///
-/// Work is counted in groups of 32 outputs of a unit, which is up to eight items of one expert.
-/// Every block of threads takes an equal run of them, in the order of the weights, so that all of
-/// them end together whatever the experts' loads; four of its warps share the columns of a tile of
-/// 16 outputs. Weights stream through a ring in shared memory without regard to where units end. In
-/// one step, a chunk of 64 columns, a lane ends up with the dots of one block of the chunk alone:
-/// the activations of block i stand in columns 2 i and 2 i + 1 of the tensor core's operand and
-/// zeros elsewhere, so that four products into one accumulator give each lane its own block, and it
-/// needs the scales of that block only.
+/// The eight warps of a block share the weights of its run alike, each a stretch of them that
+/// begins and ends anywhere between steps of 256 columns, and have the next step on its way to
+/// registers at all times. Whoever has a tile's first step owns the tile; what others have of it
+/// comes by shared memory, behind the one barrier of a run.
+///
+/// In a chunk of 64 columns a lane ends up with the dots of one block alone: the activations of
+/// block i stand in columns 2 i and 2 i + 1 of the tensor core's operand and zeros elsewhere, so
+/// that two products into one accumulator give each lane its own block, and it needs the scales of
+/// that block only.
 #pragma once
 
-#include <algorithm>
-
-#include "device/cuda/check.h"
-#include "device/cuda/cuda.h"
-#include "kernels/exact/w4a4_cuda.h"
+#include "kernels/exact/w4a4_work_cuda.h"
 
 namespace lockstep::kernels::w4a4_device {
 
-inline constexpr int kItems = 8;   // of a unit
-inline constexpr int kSplits = 4;  // warps that share a tile's columns
-inline constexpr int kTiles = 2;   // of 16 outputs at a time
-inline constexpr int kWarps = kSplits * kTiles;
-inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kGroup = 16 * kTiles;  // outputs at a time
-inline constexpr int kStages = 2;
-inline constexpr int kStageChunks = 4;
-inline constexpr int kSegment = 2048;  // columns whose activations are unpacked at once
-inline constexpr int kSegmentChunks = kSegment / kChunk;
-inline constexpr int kSegmentBlocks = kSegment / 16;
-// Rows of neighbouring items are 16 banks apart: one load reads two rows, 64 bytes of each.
-inline constexpr int kRowBytes = kSegment + 64;
-
-/// Blocks of threads that a multiprocessor holds at a time.
-constexpr int residents(int parts) { return parts == 1 ? 3 : 2; }
-
-struct Part {
-  const std::uint8_t* codes;
-  const std::uint8_t* scales;
-  std::int64_t code_stride;
-  std::int64_t scale_stride;
-  std::int32_t factor;  // of its scales
-};
-
-struct Params {
-  Part part[2];
-  const float* global;
-  std::int64_t global_stride;
-  const std::byte* weights;
-  std::int64_t expert_bytes;
-  std::int32_t tile_bytes;
-  std::int32_t experts;
-  std::int32_t out_rows;
-  std::int32_t groups;  // of outputs
-  std::int32_t chunks;
-  std::int32_t blocks;
-  const std::int32_t* offsets;
-  const std::int32_t* from;
-  const std::int32_t* to;
-  std::int32_t items;
-  float* out;
-  std::int64_t out_stride;
-  std::int32_t base_exponent;  // -20, or with a residual -22 and less
-  std::int32_t base_cost;      // of a unit's group, in what a pair of items adds to it
-
-  __device__ std::int32_t offset(std::int32_t expert) const {
-    return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
-  }
-  __device__ std::int32_t cost(std::int32_t items_left) const {
-    return base_cost + (min(items_left, kItems) + 1) / 2;
-  }
-};
-
-/// Items first .. end - 1 are left of an expert; a unit is the first eight of them.
-struct Unit {
-  std::int32_t expert;
-  std::int32_t first;
-  std::int32_t end;
-
-  __device__ std::int32_t count() const { return min(end - first, kItems); }
-  /// There must be a next one.
-  __device__ void advance(const Params& p) {
-    first += kItems;
-    while (first >= end) {
-      first = end;
-      end = p.offset(++expert + 1);
-    }
-  }
-};
-
-/// What a block of threads takes: groups of outputs from `group` of unit number `index` on.
-struct Work {
-  Unit unit;
-  std::int32_t index;
-  std::int32_t group;
-  std::int32_t left;  // groups; 0: nothing
-
-  /// To the next unit, `done` groups further on. There must be one.
-  __device__ void advance(const Params& p, int done) {
-    left -= done;
-    group = 0;
-    ++index;
-    unit.advance(p);
-  }
-};
-
-/// The experts as a lane sees them: those that follow each other from `first` on, so that all
-/// offsets are read at once.
-struct Experts {
-  std::int32_t first;
-  std::int32_t units;         // theirs
-  std::int32_t cost;          // of a group of each of them
-  std::int32_t units_before;  // of all experts before
-  std::int32_t cost_before;
-};
-
-__device__ inline std::int32_t sum_up_to(std::int32_t value, int lane) {
-  for (int d = 1; d < 32; d *= 2) {
-    const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, value, d);
-    if (lane >= d) value += other;
-  }
-  return value;
-}
-
-__device__ inline Experts look_at_experts(const Params& p, int lane) {
-  const std::int32_t experts = p.offsets != nullptr ? p.experts : 1;
-  const std::int32_t each = (experts + 31) / 32;
-  Experts seen{lane * each, 0, 0, 0, 0};
-  const std::int32_t end_expert = min(seen.first + each, experts);
-  if (seen.first < end_expert) {
-    std::int32_t begin = p.offset(seen.first);
-#pragma unroll 4
-    for (std::int32_t e = seen.first; e < end_expert; ++e) {
-      const std::int32_t end = p.offset(e + 1);
-      const std::int32_t full = (end - begin) / kItems;
-      const std::int32_t rest = (end - begin) % kItems;
-      seen.units += full + (rest > 0);
-      seen.cost += full * p.cost(kItems) + (rest > 0 ? p.cost(rest) : 0);
-      begin = end;
-    }
-  }
-  seen.units_before = sum_up_to(seen.units, lane) - seen.units;
-  seen.cost_before = sum_up_to(seen.cost, lane) - seen.cost;
-  return seen;
-}
-
-/// The first group of which no part lies before `at`, in cost from the beginning on; `left` counts
-/// the groups before it. All lanes of a warp call it, `at` below the cost of all.
-__device__ inline Work place_of(const Params& p, const Experts& seen, std::int64_t at) {
-  std::int64_t into = at - std::int64_t{seen.cost_before} * p.groups;
-  const bool mine = into >= 0 && into < std::int64_t{seen.cost} * p.groups;
-  const int owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, mine))) - 1;
-  into = __shfl_sync(0xFFFFFFFFu, into, owner);
-  Work work{};
-  work.index = __shfl_sync(0xFFFFFFFFu, seen.units_before, owner);
-  std::int32_t e = __shfl_sync(0xFFFFFFFFu, seen.first, owner);
-  const std::int64_t whole = std::int64_t{p.cost(kItems)} * p.groups;  // of a full unit
-  std::int32_t begin = p.offset(e);
-  std::int32_t end = p.offset(e + 1);
-  while (true) {
-    const std::int32_t full = (end - begin) / kItems;
-    const std::int32_t rest = (end - begin) % kItems;
-    const std::int64_t all = full * whole + (rest > 0 ? std::int64_t{p.cost(rest)} * p.groups : 0);
-    if (into < all) break;
-    into -= all;
-    work.index += full + (rest > 0);
-    begin = end;
-    end = p.offset(++e + 1);
-  }
-  const auto before = static_cast<std::int32_t>(into / whole);
-  const std::int32_t first = begin + before * kItems;
-  const auto rest = static_cast<std::int32_t>(into - before * whole);
-  const std::int32_t cost = p.cost(end - first);
-  work.unit = {e, first, end};
-  work.index += before;
-  work.group = (rest + cost - 1) / cost;
-  work.left = work.index * p.groups + work.group;
-  return work;
-}
-
-/// This block's run. All lanes of a warp call it.
-__device__ inline Work find_work(const Params& p, int lane) {
-  const Experts seen = look_at_experts(p, lane);
-  const std::int64_t all =
-      std::int64_t{__shfl_sync(0xFFFFFFFFu, seen.cost_before + seen.cost, 31)} * p.groups;
-  const std::int32_t units = __shfl_sync(0xFFFFFFFFu, seen.units_before + seen.units, 31);
-  const std::int64_t first = all * blockIdx.x / gridDim.x;
-  const std::int64_t last = all * (blockIdx.x + 1) / gridDim.x;
-  if (first == last) return {};
-  Work work = place_of(p, seen, first);
-  const std::int32_t end = last == all ? units * p.groups : place_of(p, seen, last).left;
-  work.left = end - work.left;
-  if (work.left > 0 && work.group == p.groups) {
-    work.group = 0;
-    ++work.index;
-    work.unit.advance(p);
-  }
-  return work;
-}
-
-/// A warp's share of a segment's chunks.
-struct Range {
-  int first;
-  int count;
-};
-
-__device__ inline Range range_of(const Params& p, int segment, int split) {
-  const int chunks = min(kSegmentChunks, p.chunks - segment * kSegmentChunks);
-  const int first = chunks * split / kSplits;
-  return {first, chunks * (split + 1) / kSplits - first};
-}
-
-/// What a warp reads: its range of every segment of a tile, of one group of outputs after another.
-/// In shared memory, for one lane.
-struct WeightStream {
-  Work work;
-  std::int32_t tile;
-  std::int32_t split;
-  std::int32_t segment;
-  std::int32_t count;  // chunks of a range
-  std::int32_t quick;  // groups that follow `work` and only lie further on
-};
-
-/// Where a warp stands: in its ring, and in the range that it reads.
-struct Reader {
-  int slot = 0;
-  std::uint32_t parity = 0;
-  const std::byte* next = nullptr;
-  std::int32_t left = 0;   // chunks of the range
-  std::int32_t quick = 0;  // of the stream's, those that are left
-
-  /// At the beginning of the work; the ring is on its way. One lane calls it, or all lanes its
-  /// like.
-  template <typename Ring, typename Arrived>
-  __device__ void start(const Params& p, const Work& work, WeightStream& from, Ring& ring,
-                        Arrived& arrived, int warp) {
-    from = {work, warp / kSplits, warp % kSplits, 0, 0, 0};
-    enter(p, from);
-    for (int i = 0; i < kStages; ++i) init_barrier(&arrived[i]);
-    show_barriers();
-    for (int i = 0; i < kStages; ++i) fetch(p, from, ring[i], &arrived[i]);
-  }
-
-  __device__ void step() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1u;
-    }
-  }
-
-  __device__ void enter(const Params& p, WeightStream& from) {
-    const std::int32_t at = from.work.group * kTiles + from.tile;
-    const Range range = range_of(p, from.segment, from.split);
-    from.count = range.count;
-    left = at * 16 < p.out_rows ? range.count : 0;
-    next = p.weights + from.work.unit.expert * p.expert_bytes + W4a4Weights::kHeaderBytes +
-           std::int64_t{at} * p.tile_bytes +
-           (from.segment * kSegmentChunks + range.first) * kChunkBytes;
-    quick = 0;
-    if (left > 0 && p.chunks <= kSegmentChunks) {
-      // Of the unit's last group there may be one tile alone.
-      const int whole = (p.out_rows / 16 - from.tile + kTiles - 1) / kTiles;
-      quick = max(0, min(from.work.left, whole - from.work.group) - 1);
-    }
-    from.quick = quick;
-  }
-
-  /// To the next range that is not empty; left stays 0 if there is none.
-  __device__ void advance(const Params& p, WeightStream& from) {
-    if (quick > 0) {
-      --quick;
-      left = from.count;
-      next += kTiles * p.tile_bytes - left * kChunkBytes;
-      return;
-    }
-    from.work.group += from.quick;
-    from.work.left -= from.quick;
-    from.quick = 0;
-    while (left == 0 && from.work.left > 0) {
-      if (++from.segment * kSegmentChunks >= p.chunks) {
-        from.segment = 0;
-        if (--from.work.left == 0) return;
-        if (++from.work.group == p.groups) {
-          from.work.group = 0;
-          from.work.unit.advance(p);
-        }
-      }
-      enter(p, from);
-    }
-  }
-
-  __device__ void fetch(const Params& p, WeightStream& from, std::uint8_t* to,
-                        std::uint64_t* arrived) {
-    if (left == 0) advance(p, from);
-    if (left == 0) return;
-    const int chunks = min(left, kStageChunks);
-    copy_async(to, next, static_cast<std::uint32_t>(chunks * kChunkBytes), arrived);
-    next += chunks * kChunkBytes;
-    left -= chunks;
-  }
-};
+/// Chunks of a step: fewer where sums need the registers.
+constexpr int step_of(int parts, int pairs) { return parts * pairs <= 2 ? 4 : 2; }
 
 /// What the loop keeps in registers. They come from shared memory, from places that differ between
 /// lanes: constants that the compiler knows, and what is one for a warp, it would move anew to a
@@ -307,28 +24,25 @@ struct Reader {
 struct Constants {
   std::uint32_t raised;
   std::uint32_t lowered;
-  std::uint32_t mine[kBlocksInChunk];  // all ones for the block whose activations the lane brings
+  std::uint32_t mine[kBlocksInChunk];  // 1 for the block whose activations the lane brings
   std::uint32_t a_at;                  // where these begin in Shared::a[part][pair of items]
 };
 
 template <int kParts>
 struct Shared {
-  alignas(16) std::uint8_t ring[kWarps][kStages][kStageChunks * kChunkBytes];
-  // Signed bytes of each item; of two items -64 times the sum of the block's codes, as the product
-  // starts with it, and the scales.
-  alignas(16) std::uint8_t a[kParts][kItems][kRowBytes];
+  alignas(16) std::uint8_t a[kParts][kItems][kRowBytes];  // signed bytes of each item
+  // Of a block of 16 columns and two items: what the product starts with, -64 times the sum of
+  // each item's codes, and the scales.
   alignas(16) int4 start[kParts][kItems / 2][kSegmentBlocks];
   alignas(8) int2 scale[kParts][kItems / 2][kSegmentBlocks];
-  std::int64_t sums[kSplits][kTiles][kItems][16];
-  std::uint64_t arrived[kWarps][kStages];
-  WeightStream stream[kWarps];
+  std::int64_t given[kWarps][kItems / 2][32];    // a warp's sums of a tile that another one owns
+  std::int64_t carried[kTiles][kItems / 2][32];  // from one segment to the next
+  Place found[2];
   Work work;
   uint2 tables[kBlocksInChunk];
   std::uint32_t mine[kBlocksInChunk][kBlocksInChunk];
   std::int32_t exponent[kItems];
   std::int32_t to[kItems];
-  std::int32_t tail[kItems];  // for what follows
-  std::int32_t last;
 };
 
 /// A byte at a time where rows do not start at multiples of eight.
@@ -388,14 +102,11 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, int
 /// One chunk of a tile times the items.
 template <int kParts, int kPairs>
 __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shared<kParts>& s,
-                                      const std::uint8_t* chunk, int at, int lane,
+                                      const uint4& codes, std::uint32_t scales, int at,
                                       const Constants& c) {
   const unsigned t = threadIdx.x % 4;
-  const uint4 codes = *reinterpret_cast<const uint4*>(chunk + lane * 16);
-  const std::uint32_t scales =
-      *reinterpret_cast<const std::uint16_t*>(chunk + kChunkCodeBytes + lane * 2);
-  const auto low_scale = static_cast<std::int32_t>((scales & 15u) << (scales >> 4 & 15u));
-  const auto high_scale = static_cast<std::int32_t>((scales >> 8 & 15u) << (scales >> 12));
+  const std::int32_t low_scale = raised_units(scales << 20 & 0x07F00000u);
+  const std::int32_t high_scale = raised_units(scales << 12 & 0x07F00000u);
   std::uint32_t w[kBlocksInChunk][2];
   const std::uint32_t words[kBlocksInChunk] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
@@ -412,12 +123,9 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
           *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
       const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
       std::int32_t d[4];
-      multiply_block(d, w[0][0], w[0][1], a & c.mine[0],
-                     s.start[part][pair][at * kBlocksInChunk + t]);
-#pragma unroll
-      for (int i = 1; i < kBlocksInChunk; ++i) {
-        multiply_block(d, w[i][0], w[i][1], a & c.mine[i], int4{d[0], d[1], d[2], d[3]});
-      }
+      multiply_blocks(d, w[0], w[1], a * c.mine[0], a * c.mine[1],
+                      s.start[part][pair][at * kBlocksInChunk + t]);
+      multiply_blocks(d, w[2], w[3], a * c.mine[2], a * c.mine[3], int4{d[0], d[1], d[2], d[3]});
       acc[pair][0] += std::int64_t{d[0] * low_scale} * scale.x;
       acc[pair][1] += std::int64_t{d[1] * low_scale} * scale.y;
       acc[pair][2] += std::int64_t{d[2] * high_scale} * scale.x;
@@ -426,103 +134,235 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
   }
 }
 
-/// Waits for what the launches before this one wrote, where it was allowed to start beside them.
-__device__ inline void wait_for_predecessors() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-/// Lets the next launch start, if it was allowed to. It waits itself before it reads.
-__device__ inline void release_successors() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-/// What follows the product in its launch, nothing here. A tail that knows its weights and units to
-/// be older than the launch before sets kStartsEarly: weights are then on their way before it ends.
-struct NoTail {
-  static constexpr bool kStartsEarly = false;
-  static constexpr bool kRuns = false;
+/// Tiles first .. end - 1 of a unit's outputs, one segment of their columns.
+struct Run {
+  std::int32_t first;
+  std::int32_t end;
+  std::int32_t segment;
+  std::int32_t segments;
 };
 
-/// Groups first .. end - 1 of a unit's outputs.
+/// A warp's part of a run: steps first .. end - 1, counted through its tiles.
+struct Share {
+  std::int32_t steps;  // of a tile
+  std::int32_t first;
+  std::int32_t end;
+};
+
+template <int kStep>
+__device__ inline Share share_of_warp(const Params& p, const Run& run, int warp) {
+  const int chunks = min(kSegmentChunks, p.chunks - run.segment * kSegmentChunks);
+  const int steps = (chunks + kStep - 1) / kStep;
+  const int all = (run.end - run.first) * steps;
+  return {steps, all * warp / kWarps, all * (warp + 1) / kWarps};
+}
+
+/// A lane's part of a step of weights.
+template <int kStep>
+struct Step {
+  uint4 codes[kStep];
+  std::uint16_t scales[kStep];
+};
+
+/// The weights of a share on their way, step by step.
+struct Stretch {
+  const std::byte* codes;   // the lane's of the next step
+  const std::byte* scales;  // the same
+  std::int32_t ready;       // chunks that the tile has from the next step on; 0 behind the last one
+  std::int32_t chunks;      // of the segment
+  std::int32_t skip;        // bytes between a tile's segment and the next tile's
+  std::int32_t left;        // steps, from the next one on
+
+  /// Chunk `i` of the next step goes to `step`, if there is one. One predicate for both loads, and
+  /// no branch.
+  template <int kStep>
+  __device__ void load(Step<kStep>& step, int i) const {
+    asm volatile(
+        "{ .reg .pred p; setp.gt.s32 p, %7, %8;\n\t"
+        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%5];\n\t"
+        "@p ld.global.nc.L1::no_allocate.u16 %4, [%6]; }"
+        : "+r"(step.codes[i].x), "+r"(step.codes[i].y), "+r"(step.codes[i].z),
+          "+r"(step.codes[i].w), "+h"(step.scales[i])
+        : "l"(codes + i * kChunkBytes), "l"(scales + i * kChunkBytes), "r"(ready), "r"(i));
+  }
+
+  template <int kStep>
+  __device__ void advance() {
+    --left;
+    ready -= kStep;
+    std::int32_t by = kStep * kChunkBytes;
+    if (ready <= 0) {
+      by += ready * kChunkBytes + skip;
+      ready = chunks;
+    }
+    if (left <= 0) ready = 0;
+    codes += by;
+    scales += by;
+  }
+};
+
+template <int kStep>
+__device__ inline Stretch stretch_of(const Params& p, const Unit& unit, const Run& run,
+                                     const Share& share, int lane) {
+  const int tile = share.first / share.steps;
+  const int at = share.first % share.steps * kStep;
+  Stretch s{};
+  s.chunks = min(kSegmentChunks, p.chunks - run.segment * kSegmentChunks);
+  s.skip = p.tile_bytes - s.chunks * kChunkBytes;
+  s.left = share.end - share.first;
+  s.ready = s.left > 0 ? s.chunks - at : 0;
+  const std::byte* chunk = p.weights + unit.expert * p.expert_bytes + W4a4Weights::kHeaderBytes +
+                           std::int64_t{run.first + tile} * p.tile_bytes +
+                           (run.segment * kSegmentChunks + at) * kChunkBytes;
+  s.codes = chunk + lane * 16;
+  s.scales = chunk + kChunkCodeBytes + lane * 2;
+  return s;
+}
+
+/// A sum of a tile, over all its columns of the run, goes to the next segment or becomes an output.
+/// Lane 4 g + t has item 2 pair + t % 2 of output g + 8 (t / 2).
+template <int kParts>
+__device__ inline void finish_sum(const Params& p, Shared<kParts>& s, const Run& run, int tile,
+                                  int pair, int lane, int count, std::int64_t sum) {
+  if (run.segments > 1) {
+    if (run.segment > 0) sum += s.carried[tile][pair][lane];
+    if (run.segment < run.segments - 1) {
+      s.carried[tile][pair][lane] = sum;
+      return;
+    }
+  }
+  const int row = 2 * pair + lane % 2;
+  const int column = (run.first + tile) * 16 + lane / 4 + lane % 4 / 2 * 8;
+  if (row < count && column < p.out_rows) {
+    p.out[s.to[row] * p.out_stride + column] = scaled_sum(sum, s.exponent[row]);
+  }
+}
+
+/// The sums of a piece of a tile go where they are wanted; `acc` begins anew.
 template <int kParts, int kPairs>
-__device__ void run(const Params& p, Shared<kParts>& s, const Unit& unit, int first, int end,
-                    Reader& reader, const Constants& constants) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int split = warp % kSplits;
-  const int tile = warp / kSplits;
-  const int segments = (p.chunks + kSegmentChunks - 1) / kSegmentChunks;
-  for (int group = first; group < end; ++group) {
-    std::int64_t acc[kPairs][4] = {};
-    const bool has_tile = (group * kTiles + tile) * 16 < p.out_rows;
-    for (int segment = 0; segment < segments; ++segment) {
-      if (segments > 1 || group == first) {
-        if (segment > 0 || group > first) __syncthreads();
-        unpack(p, s, unit, segment);
-        __syncthreads();
-      }
-      const Range range = range_of(p, segment, split);
-      const int range_end = has_tile ? range.first + range.count : 0;
-      for (int at = range.first; at < range_end; at += kStageChunks) {
-        std::uint8_t* stage = s.ring[warp][reader.slot];
-        std::uint64_t* arrived = &s.arrived[warp][reader.slot];
-        wait_for_copy(arrived, reader.parity);
+__device__ inline void finish_piece(const Params& p, Shared<kParts>& s, const Run& run,
+                                    std::int64_t (&acc)[kPairs][4], int tile, bool owns,
+                                    int count) {
+  const int thread = thread_here();
 #pragma unroll
-        for (int i = 0; i < kStageChunks; ++i) {
-          if (at + i < range_end) {
-            multiply_chunk<kParts, kPairs>(acc, s, stage + i * kChunkBytes, at + i, lane,
-                                           constants);
-          }
-        }
-        __syncwarp();
-        if (lane == 0) reader.fetch(p, s.stream[warp], stage, arrived);
-        reader.step();
-      }
-    }
-    // Lane t has item 2 pair + t % 2 of output g + 8 (t / 2).
-    if (group > first) __syncthreads();  // the sums of the last group have been read
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      s.sums[split][tile][2 * pair + lane % 2][lane / 4 + lane % 4 / 2 * 8] =
-          sum_over_quad(acc[pair], lane % 4);
-    }
-    __syncthreads();
-    const int row = static_cast<int>(threadIdx.x) / kGroup;
-    const int column = static_cast<int>(threadIdx.x) % kGroup;
-    if (row < unit.count() && group * kGroup + column < p.out_rows) {
-      std::int64_t sum = 0;
-      for (int i = 0; i < kSplits; ++i) sum += s.sums[i][column / 16][row][column % 16];
-      p.out[s.to[row] * p.out_stride + group * kGroup + column] = scaled_sum(sum, s.exponent[row]);
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const std::int64_t sum = sum_over_quad(acc[pair], thread % 4);
+    for (int j = 0; j < 4; ++j) acc[pair][j] = 0;
+    if (owns) {
+      finish_sum(p, s, run, tile, pair, thread % 32, count, sum);
+    } else {
+      s.given[thread / 32][pair][thread % 32] = sum;
     }
   }
 }
 
-template <int kParts, typename Tail>
+/// The run's first step is in `step`, or on its way there.
+template <int kParts, int kPairs>
+__device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Run& run,
+                                    const Share& share, Stretch& stretch,
+                                    Step<step_of(kParts, kPairs)>& step, int count,
+                                    const Constants& constants) {
+  constexpr int kStep = step_of(kParts, kPairs);
+  std::int64_t acc[kPairs][4] = {};
+  int tile = share.first / share.steps;
+  int at = share.first % share.steps;
+  bool owns = at == 0;
+#pragma unroll 1
+  for (int left = share.end - share.first; left > 0; --left) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      // A branch also keeps the chunks, and what they hold in registers, apart.
+      if (at * kStep + i < stretch.chunks) {
+        multiply_chunk<kParts, kPairs>(acc, s, step.codes[i], step.scales[i], at * kStep + i,
+                                       constants);
+      }
+      stretch.load(step, i);
+    }
+    stretch.advance<kStep>();
+    if (++at < share.steps) continue;
+    finish_piece<kParts, kPairs>(p, s, run, acc, tile, owns, count);
+    ++tile;
+    at = 0;
+    owns = true;
+  }
+  const bool is_part = at > 0 && share.end > share.first;
+  if (is_part && !owns) finish_piece<kParts, kPairs>(p, s, run, acc, tile, false, count);
+  __syncthreads();
+  if (!is_part || !owns) return;
+  // Others have the steps from `at` on.
+  const int thread = thread_here();
+  int end = thread / 32 + 1;
+#pragma unroll 1
+  while (share_of_warp<kStep>(p, run, end++).end < (tile + 1) * share.steps) {
+  }
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+    std::int64_t sum = sum_over_quad(acc[pair], thread % 4);
+#pragma unroll 1
+    for (int i = thread / 32 + 1; i < end; ++i) {
+      const Share other = share_of_warp<kStep>(p, run, i);
+      if (other.first < other.end) sum += s.given[i][pair][thread % 32];
+    }
+    finish_sum(p, s, run, tile, pair, thread % 32, count, sum);
+  }
+}
+
+/// Groups first .. end - 1 of a unit's outputs: of a long row, one group and segment at a time.
+template <int kParts, int kPairs>
+__device__ void run_unit(const Params& p, Shared<kParts>& s, const Unit& unit, int first, int end,
+                         const Constants& constants) {
+  constexpr int kStep = step_of(kParts, kPairs);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int segments = (p.chunks + kSegmentChunks - 1) / kSegmentChunks;
+  const int tiles = (p.out_rows + 15) / 16;
+  const int each = segments > 1 ? 1 : end - first;  // groups
+  for (int group = first; group < end; group += each) {
+    for (int segment = 0; segment < segments; ++segment) {
+      const Run run{group * kTiles, min((group + each) * kTiles, tiles), segment, segments};
+      const Share share = share_of_warp<kStep>(p, run, thread / 32);
+      Stretch stretch = stretch_of<kStep>(p, unit, run, share, thread % 32);
+      Step<kStep> step{};
+      for (int i = 0; i < kStep; ++i) stretch.load(step, i);
+      stretch.advance<kStep>();
+      if (p.starts_early) wait_for_predecessors();
+      if (segment > 0 || group > first) __syncthreads();
+      if (segment == 0 && group == first && thread < unit.count()) {
+        const std::int32_t item = unit.first + thread;
+        const std::int64_t from = p.from == nullptr ? item : p.from[item];
+        const std::int32_t n_w =
+            *reinterpret_cast<const std::int32_t*>(p.weights + unit.expert * p.expert_bytes);
+        s.exponent[thread] = exponent_of(p.global[from * p.global_stride]) + p.base_exponent + n_w;
+        s.to[thread] = p.to == nullptr ? item : p.to[item];
+      }
+      unpack(p, s, unit, segment);
+      __syncthreads();
+      multiply_run<kParts, kPairs>(p, s, run, share, stretch, step, unit.count(), constants);
+    }
+  }
+}
+
+template <int kParts>
 __global__ void __launch_bounds__(kThreads, residents(kParts))
-    w4a4_kernel(const __grid_constant__ Params p, const __grid_constant__ Tail tail) {
+    w4a4_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<Shared<kParts>*>(shared_bytes);
   const int thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / 32;
-  if (!Tail::kStartsEarly) wait_for_predecessors();
+  if (!p.starts_early) wait_for_predecessors();
   release_successors();
-  Reader reader;
-  {
-    const Work work = find_work(p, thread % 32);
-    if (work.left == 0) return;
-    if (thread == 0) {
-      s.work = work;
-    }
-    if (thread < kBlocksInChunk) s.tables[thread] = {kRaisedLow, kLoweredLow};
-    if (thread < kBlocksInChunk * kBlocksInChunk) {
-      s.mine[thread / kBlocksInChunk][thread % kBlocksInChunk] =
-          thread / kBlocksInChunk == thread % kBlocksInChunk ? 0xFFFFFFFFu : 0u;
-    }
-    if (thread % 32 == 0) {
-      reader.start(p, work, s.stream[warp], s.ring[warp], s.arrived[warp], warp);
+  if (thread < 64) {
+    find_work(p, s.found, thread);
+  } else if (thread < 96) {
+    const int i = thread - 64;
+    if (i < kBlocksInChunk) s.tables[i] = {kRaisedLow, kLoweredLow};
+    if (i < kBlocksInChunk * kBlocksInChunk) {
+      s.mine[i / kBlocksInChunk][i % kBlocksInChunk] =
+          i / kBlocksInChunk == i % kBlocksInChunk ? 1u : 0u;
     }
   }
-  if (Tail::kStartsEarly) wait_for_predecessors();
   __syncthreads();
+  if (thread == 0) s.work = work_between(p, s.found[0], s.found[1]);
+  __syncthreads();
+  if (s.work.left == 0) return;
   Constants constants{};
   constants.a_at =
       threadIdx.x / 4 % 2 * kRowBytes + threadIdx.x % 32 / 8 * 16 + threadIdx.x % 4 * 4;
@@ -536,21 +376,12 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
     const Unit unit = s.work.unit;
     const int first = s.work.group;
     const int end = min(first + s.work.left, p.groups);
-    if (thread < unit.count()) {  // read behind the barriers of run()
-      const std::int32_t item = unit.first + thread;
-      const std::int64_t from = p.from == nullptr ? item : p.from[item];
-      const std::int32_t n_w =
-          *reinterpret_cast<const std::int32_t*>(p.weights + unit.expert * p.expert_bytes);
-      s.exponent[thread] = exponent_of(p.global[from * p.global_stride]) + p.base_exponent + n_w;
-      s.to[thread] = p.to == nullptr ? item : p.to[item];
-    }
     switch ((unit.count() + 1) / 2) {
-      case 1: run<kParts, 1>(p, s, unit, first, end, reader, constants); break;
-      case 2: run<kParts, 2>(p, s, unit, first, end, reader, constants); break;
-      case 3: run<kParts, 3>(p, s, unit, first, end, reader, constants); break;
-      default: run<kParts, 4>(p, s, unit, first, end, reader, constants); break;
+      case 1: run_unit<kParts, 1>(p, s, unit, first, end, constants); break;
+      case 2: run_unit<kParts, 2>(p, s, unit, first, end, constants); break;
+      case 3: run_unit<kParts, 3>(p, s, unit, first, end, constants); break;
+      default: run_unit<kParts, 4>(p, s, unit, first, end, constants); break;
     }
-    if constexpr (Tail::kRuns) tail(p, s, unit, s.work.index, first, end);
     if (s.work.left == end - first) return;
     __syncthreads();
     if (thread == 0) s.work.advance(p, end - first);
@@ -561,30 +392,6 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
 inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t factor) {
   return {packed.codes.data, packed.scales.data, packed.codes.stride[0], packed.scales.stride[0],
           factor};
-}
-
-/// All but what is multiplied with the weights.
-inline Params params_of_work(const W4a4Weights& w, const TensorView<const std::int32_t, 1>& offsets,
-                             const TensorView<const std::int32_t, 1>& from,
-                             const TensorView<const std::int32_t, 1>& to,
-                             const TensorView<float, 2>& out, std::int64_t items) {
-  Params p{};
-  p.weights = w.data;
-  p.expert_bytes = W4a4Weights::expert_bytes(w.out, w.cols);
-  p.tile_bytes = static_cast<std::int32_t>(W4a4Weights::tile_bytes(w.cols));
-  p.experts = w.experts;
-  p.out_rows = w.out;
-  p.groups = (w.out + kGroup - 1) / kGroup;
-  p.chunks = (w.cols + kChunk - 1) / kChunk;
-  p.blocks = w.cols / 16;
-  p.offsets = offsets.data;
-  p.from = from.data;
-  p.to = to.data;
-  p.items = static_cast<std::int32_t>(items);
-  p.out = out.data;
-  p.out_stride = out.stride[0];
-  p.base_cost = 4;  // seen: a unit of one pair takes five sixths of what one of two does
-  return p;
 }
 
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
@@ -598,33 +405,10 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
   return p;
 }
 
-/// A launch over all of the work that may start beside its predecessor: it waits itself.
-template <typename... Arguments>
-void launch_over(void (*kernel)(Arguments...), int shared_bytes, int residents, const Params& work,
-                 std::int8_t device, Stream stream, const Arguments&... arguments) {
-  cuda::require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "cudaFuncSetAttribute");
-  const std::int64_t most =
-      (std::int64_t{work.items + kItems - 1} / kItems + work.experts) * work.groups;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(
-      std::min<std::int64_t>(most, std::int64_t{cuda::multiprocessors(device)} * residents)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-  config.stream = cuda::stream_of(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cuda::require(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
-}
-
-template <int kParts, typename Tail>
-void launch(const Params& params, const Tail& tail, std::int8_t device, Stream stream) {
-  launch_over<Params, Tail>(w4a4_kernel<kParts, Tail>, static_cast<int>(sizeof(Shared<kParts>)),
-                            residents(kParts), params, device, stream, params, tail);
+template <int kParts>
+void launch(const Params& params, std::int8_t device, Stream stream) {
+  launch_over<Params>(w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)),
+                      residents(kParts), params, device, stream, params);
 }
 
 }  // namespace lockstep::kernels::w4a4_device
