@@ -55,6 +55,9 @@ struct Engine::Impl {
     explicit Weights(Impl& engine) : engine_(engine) {}
     void begin(WeightVersion version, ContractId contract) override;
     void put(const Weight& weight) override { engine_.forward.weights().put(weight); }
+    void put_all(std::span<const Weight> weights) override {
+      engine_.forward.weights().put_all(weights);
+    }
     std::vector<std::uint32_t> commit() override;
     Device device() const override { return engine_.forward.weights().device(); }
     Stream stream() const override { return engine_.forward.weights().stream(); }

@@ -207,7 +207,8 @@ void Weights::begin(WeightVersion version, ContractId contract) {
   std::fill(seen_.begin(), seen_.end(), std::uint8_t{0});
 }
 
-void Weights::put(const Weight& weight) {
+/// The number of a weight that may be put now.
+std::size_t Weights::admit(const Weight& weight) const {
   if (state_ != State::kOpen) {
     throw Error(cat({"weights: ", to_string(weight.id), " was put before begin()"}));
   }
@@ -220,18 +221,31 @@ void Weights::put(const Weight& weight) {
   }
   require_kind(weight);
   require_numbers(weight);
-  if (there_) {
-    there_->put(found->second, weight, arrives_as_codes(weight.id) && probes(weight.id));
-  } else if (arrives_as_codes(weight.id)) {
+  return found->second;
+}
+
+void Weights::put(const Weight& weight) {
+  if (there_) return put_all({&weight, 1});
+  const std::size_t index = admit(weight);
+  if (arrives_as_codes(weight.id)) {
     const auto& codes = std::get<PackedView<const std::uint8_t>>(weight.value);
-    sent_[found->second] = checksum(codes);
+    sent_[index] = checksum(codes);
     put_codes(weight.id, codes);
   } else {
-    const auto& value = std::get<TensorView<const Bf16, 2>>(weight.value);
-    place(weight.id, value);
-    sent_[found->second] = placed_[found->second];
+    place(weight.id, std::get<TensorView<const Bf16, 2>>(weight.value));
+    sent_[index] = placed_[index];
   }
-  seen_[found->second] = 1;
+  seen_[index] = 1;
+}
+
+void Weights::put_all(std::span<const Weight> weights) {
+  if (!there_) return WeightSink::put_all(weights);
+  std::vector<DeviceWeights::Arrival> arrivals;
+  for (const Weight& weight : weights) {
+    arrivals.push_back({admit(weight), &weight, arrives_as_codes(weight.id) && probes(weight.id)});
+    seen_[arrivals.back().index] = 1;
+  }
+  there_->put(arrivals);
 }
 
 std::vector<std::uint32_t> Weights::commit() {

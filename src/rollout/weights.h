@@ -62,6 +62,7 @@ class Weights final : public WeightSink {
   /// given; numbers of it that are not finite are found by commit(), and codes are those of
   /// quantize(), which are not looked at.
   void put(const Weight& weight) override;
+  void put_all(std::span<const Weight> weights) override;
   /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
   /// fp4/weight/*: how far the experts' codes are from those of the set before; none for a first.
@@ -105,6 +106,7 @@ class Weights final : public WeightSink {
   void probe(const WeightId& id, const PackedView<const std::uint8_t>& value);
   bool arrives_as_codes(const WeightId& id) const;
   ExpertFormat format(Layer layer) const;
+  std::size_t admit(const Weight& weight) const;
   void require_kind(const Weight& weight) const;
   void require_numbers(const Weight& weight) const;
   bool probes(const WeightId& id) const;

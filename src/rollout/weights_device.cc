@@ -10,6 +10,7 @@
 #include "kernels/exact/code_flips.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/quantize.h"
+#include "kernels/exact/quantize_weights.h"
 #include "model/checksum.h"
 #include "model/names.h"
 #include "rollout/probe.h"
@@ -171,11 +172,45 @@ void DeviceWeights::copy(TensorView<const T, 2> from, T* to) {
   }
 }
 
-void DeviceWeights::put(std::size_t index, const Weight& weight, bool probe) {
-  if (const auto* codes = std::get_if<Codes>(&weight.value)) {
-    return put_codes(index, *codes, probe);
+void DeviceWeights::put(std::span<const Arrival> arrivals) {
+  if (replace(arrivals)) return;
+  for (const Arrival& arrival : arrivals) {
+    if (const auto* codes = std::get_if<Codes>(&arrival.weight->value)) {
+      put_codes(arrival.index, *codes, arrival.probe);
+    } else {
+      put_numbers(arrival.index, std::get<Numbers>(arrival.weight->value));
+    }
   }
-  put_numbers(index, std::get<Numbers>(weight.value));
+}
+
+/// Experts from the device in one go; false, and nothing done, where they are others.
+bool DeviceWeights::replace(std::span<const Arrival> arrivals) {
+  std::vector<kernels::Replaced> replaced;
+  for (const Arrival& arrival : arrivals) {
+    const WeightId& id = at_.order[arrival.index];
+    const auto* codes = std::get_if<Codes>(&arrival.weight->value);
+    if (codes == nullptr || on_host(codes->codes.device) || format(id) != ExpertFormat::kW4a4) {
+      return false;
+    }
+    const auto [rows, cols] = weight_shape(at_.model, id.role);
+    if (codes->codes.stride[0] != cols / 2 || codes->scales.stride[0] != cols / 16 ||
+        reinterpret_cast<std::uintptr_t>(codes->codes.data) % 8 != 0) {
+      return false;
+    }
+    const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+    const bool up = id.role == WeightId::Role::kGateUp;
+    replaced.push_back({*codes, up ? layer.gate_up_codes : layer.down_codes, id.expert.value,
+                        compares_ ? flips_of(id.layer) : nullptr});
+  }
+  for (std::size_t i = 0; i < replaced.size(); i += kernels::kMostWeights) {
+    const std::size_t some = std::min<std::size_t>(kernels::kMostWeights, replaced.size() - i);
+    kernels::w4a4_replace(std::span(replaced).subspan(i, some), stream_);
+  }
+  for (std::size_t i = 0; i < replaced.size(); ++i) {
+    if (compares_) compare(at_.order[arrivals[i].index].layer, replaced[i].now);
+    if (arrivals[i].probe) probe_codes(arrivals[i].index, replaced[i].now);
+  }
+  return true;
 }
 
 void DeviceWeights::put_numbers(std::size_t index, Numbers value) {
@@ -255,11 +290,14 @@ void DeviceWeights::put_codes(std::size_t index, const Codes& value, bool probe)
     copy(codes.codes, to.codes.data);
     copy(codes.scales, to.scales.data);
   }
-  if (!probe) return;
-  const auto [rows, cols] = weight_shape(at_.model, id.role);
+  if (probe) probe_codes(index, codes);
+}
+
+void DeviceWeights::probe_codes(std::size_t index, const Codes& codes) {
+  const auto [rows, cols] = weight_shape(at_.model, at_.order[index].role);
   const auto numbers = rows_at<Bf16>(numbers_.as<void>(), rows, cols, device_);
   kernels::dequantize({.codes = codes, .rule = at_.contract.weight, .bf16 = numbers}, stream_);
-  this->probe(index, numbers);
+  probe(index, numbers);
 }
 
 /// How many there are to be compared.

@@ -29,8 +29,13 @@ class DeviceWeights {
 
   /// `compare`: flips are counted against what lies there.
   void begin(bool compare);
-  /// `weight` is checked but for numbers that lie on the device.
-  void put(std::size_t index, const Weight& weight, bool probe);
+  /// A weight that is checked but for numbers which lie on the device.
+  struct Arrival {
+    std::size_t index = 0;
+    const Weight* weight = nullptr;
+    bool probe = false;
+  };
+  void put(std::span<const Arrival> arrivals);
   /// CRC32C of each as it lies, in the form in which it came. Waits. Throws Error naming a weight
   /// from the device that is not finite, or one that a product finds not to lie as it should.
   std::vector<std::uint32_t> commit();
@@ -51,6 +56,8 @@ class DeviceWeights {
   Codes on_device(const Codes& codes);
   Numbers numbers_of(std::size_t index, const Codes& value);
   void put_codes(std::size_t index, const Codes& value, bool probe);
+  bool replace(std::span<const Arrival> arrivals);
+  void probe_codes(std::size_t index, const Codes& codes);
   void compare(Layer layer, const Codes& value);
   void probe(std::size_t index, Numbers worth);
   void multiply(std::size_t index, std::int64_t in, TensorView<float, 2> y);

@@ -79,7 +79,7 @@ class Sender {
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
   double bytes() const { return bytes_; }
   const kernels::MxError& mx_error() const { return mx_error_; }
-  double relative_error() const {
+  double relative_error() {
     if (norm_ > 0) return std::sqrt(error_ / norm_);
     return there_ ? there_->relative_error() : 0;
   }

@@ -1,6 +1,7 @@
 #include "sync/refit_device.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -28,7 +29,8 @@ DeviceSender::DeviceSender(WeightSink& to, const Contract& contract)
       device_(to.device()),
       stream_(to.stream()),
       global_(device_, sizeof(float), stream_),
-      error_(device_, stream_) {}
+      error_(device_, stream_),
+      sums_(device_, stream_) {}
 
 /// Room on the device; what was there may be in use until the stream has come so far, and goes
 /// back to the pool in its order.
@@ -43,48 +45,105 @@ TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int6
 }
 
 std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
+  if (quantize && gather(weight, number)) {
+    const auto [rows, cols] = gathered_.back().master.shape;
+    if (std::ssize(gathered_) == kernels::kMostWeights) send_gathered();
+    return rows * (cols / 2 + cols / 16) + 4;
+  }
+  send_gathered();
   if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
     return put_codes(weight.id, *codes, number);
   }
   return quantize ? send_quantized(weight, number) : send_numbers(weight, number);
 }
 
-/// The slot that the next sum() takes.
-std::int64_t DeviceSender::next_slot() {
-  const std::int64_t slot = std::ssize(pending_);
-  if (slot == std::ssize(slots_) * kSlots) {
-    slots_.emplace_back(Buffer(device_, 4 * kSlots, stream_), Buffer(device_, 8 * kSlots, stream_));
-    const auto& [sums, bad] = slots_.back();
-    fill_bytes(sums.as<void>(), device_, 0, sums.bytes(), stream_);
-    fill_bytes(bad.as<void>(), device_, 0xFF, bad.bytes(), stream_);
+/// False where the weight has to go by itself.
+bool DeviceSender::gather(const Weight& weight, std::size_t number) {
+  const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value);
+  if (f32 == nullptr || !kernels::quantizes_at_once(contract_.weight, *f32)) return false;
+  gathered_.push_back({weight.id, *f32, number});
+  return true;
+}
+
+void DeviceSender::send_gathered() {
+  if (gathered_.empty()) return;
+  const Quantizer& rule = contract_.weight;
+  const std::int64_t slot = next_slot(std::ssize(gathered_));
+  std::vector<kernels::WeightOnItsWay> weights;
+  std::vector<Weight> sent;
+  std::vector<Summed> summed;
+  for (std::size_t i = 0; i < gathered_.size(); ++i) {
+    const auto& [id, master, number] = gathered_[i];
+    const auto [rows, cols] = master.shape;
+    Room& to = rooms_[i];
+    const auto at = slot + static_cast<std::int64_t>(i);
+    weights.push_back({master,
+                       {room<std::uint8_t>(to.codes, rows, rule.code_bytes(cols)),
+                        room<std::uint8_t>(to.scales, rows, rule.scale_cols(cols)),
+                        {room<float>(to.global, 1, 1).data, {rows}, {0}, device_}},
+                       amax_at(at),
+                       bad_at(at)});
+    const PackedView<const std::uint8_t> codes = weights.back().out;
+    sent.push_back({id, codes});
+    summed.push_back(
+        {{codes.codes, codes.scales,
+          Bytes{reinterpret_cast<const std::uint8_t*>(codes.global.data), {1, 4}, {4, 1}, device_}},
+         number,
+         cols});
   }
-  return slot;
+  gathered_.clear();
+  kernels::quantize_weights(weights, rule, sums_);
+  to_.put_all(sent);
+  sum(summed);
+}
+
+std::uint32_t* DeviceSender::amax_at(std::int64_t slot) {
+  return slots_[static_cast<std::size_t>(slot / kSlots)].amax.as<std::uint32_t>() + slot % kSlots;
+}
+
+/// The first of so many slots in one piece: those that the next sum() takes.
+std::int64_t DeviceSender::next_slot(std::int64_t count) {
+  if (used_slots_ % kSlots + count > kSlots) used_slots_ = (used_slots_ / kSlots + 1) * kSlots;
+  if (used_slots_ + count > std::ssize(slots_) * kSlots) {
+    slots_.push_back({Buffer(device_, 4 * kSlots, stream_), Buffer(device_, 8 * kSlots, stream_),
+                      Buffer(device_, 4 * kSlots, stream_)});
+    const Slots& now = slots_.back();
+    fill_bytes(now.sums.as<void>(), device_, 0, now.sums.bytes(), stream_);
+    fill_bytes(now.bad.as<void>(), device_, 0xFF, now.bad.bytes(), stream_);
+    fill_bytes(now.amax.as<void>(), device_, 0, now.amax.bytes(), stream_);
+  }
+  return used_slots_;
 }
 
 std::uint64_t* DeviceSender::bad_at(std::int64_t slot) {
-  return slots_[static_cast<std::size_t>(slot / kSlots)].second.as<std::uint64_t>() + slot % kSlots;
+  return slots_[static_cast<std::size_t>(slot / kSlots)].bad.as<std::uint64_t>() + slot % kSlots;
 }
 
-/// A slot for the CRC of these bytes, on its way when this returns.
-void DeviceSender::sum(std::initializer_list<Bytes> parts, std::size_t number, std::int64_t cols) {
+/// Slots for the CRCs of these, on their way when this returns.
+void DeviceSender::sum(std::span<const Summed> items) {
   std::vector<std::uintptr_t> where;
-  for (const Bytes& part : parts) {
-    where.insert(
-        where.end(),
-        {reinterpret_cast<std::uintptr_t>(part.data), static_cast<std::uintptr_t>(part.shape[0]),
-         static_cast<std::uintptr_t>(part.shape[1]), static_cast<std::uintptr_t>(part.stride[0])});
+  for (const Summed& item : items) {
+    for (const Bytes& part : item.parts) {
+      where.insert(where.end(), {reinterpret_cast<std::uintptr_t>(part.data),
+                                 static_cast<std::uintptr_t>(part.shape[0]),
+                                 static_cast<std::uintptr_t>(part.shape[1]),
+                                 static_cast<std::uintptr_t>(part.stride[0])});
+    }
+    where.push_back(0);
   }
   std::unique_ptr<kernels::Crc32cList>& list = lists_[where];
   if (!list) {
     list = std::make_unique<kernels::Crc32cList>(device_, stream_);
-    list->add(parts);
+    for (const Summed& item : items) list->add(item.parts);
   }
-  const std::int64_t slot = next_slot();
-  auto* sums = slots_[static_cast<std::size_t>(slot / kSlots)].first.as<std::uint32_t>();
+  const std::int64_t slot = next_slot(std::ssize(items));
+  auto* sums = slots_[static_cast<std::size_t>(slot / kSlots)].sums.as<std::uint32_t>();
   list->launch(sums + slot % kSlots, stream_);
-  std::int64_t bytes = 0;
-  for (const Bytes& part : parts) bytes += bytes_of(part);
-  pending_.push_back({number, slot, bytes, cols});
+  for (const Summed& item : items) {
+    std::int64_t bytes = 0;
+    for (const Bytes& part : item.parts) bytes += bytes_of(part);
+    pending_.push_back({item.number, used_slots_++, bytes, item.cols});
+  }
 }
 
 std::int64_t DeviceSender::send_numbers(const Weight& weight, std::size_t number) {
@@ -100,11 +159,13 @@ std::int64_t DeviceSender::send_numbers(const Weight& weight, std::size_t number
   }
   to_.put({weight.id, numbers});
   const auto [rows, cols] = numbers.shape;
-  sum({{reinterpret_cast<const std::uint8_t*>(numbers.data),
-        {rows, 2 * cols},
-        {2 * numbers.stride[0], 1},
-        device_}},
-      number, cols);
+  const Summed item = {{{reinterpret_cast<const std::uint8_t*>(numbers.data),
+                         {rows, 2 * cols},
+                         {2 * numbers.stride[0], 1},
+                         device_}},
+                       number,
+                       cols};
+  sum({&item, 1});
   return rows * cols * 2;
 }
 
@@ -151,17 +212,19 @@ std::int64_t DeviceSender::put_codes(const WeightId& id,
     copy_bytes(global_.as<void>(), device_, &kOne, {}, sizeof kOne, stream_);
     global.data = global_.as<std::uint8_t>();
   }
-  sum({codes.codes, codes.scales, codes.mantissas, global}, number, 0);
+  const Summed item = {{codes.codes, codes.scales, codes.mantissas, global}, number, 0};
+  sum({&item, 1});
   return bytes_of(codes.codes) + bytes_of(codes.scales) + bytes_of(codes.mantissas) + 4;
 }
 
 void DeviceSender::end(std::span<const WeightId> ids, std::span<std::uint32_t> checksums) {
+  send_gathered();
   std::vector<std::uint32_t> sums(slots_.size() * kSlots);
   std::vector<std::uint64_t> bad(sums.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    const auto& [of_sums, of_bad] = slots_[i];
-    copy_bytes(sums.data() + i * kSlots, {}, of_sums.as<void>(), device_, 4 * kSlots, stream_);
-    copy_bytes(bad.data() + i * kSlots, {}, of_bad.as<void>(), device_, 8 * kSlots, stream_);
+    copy_bytes(sums.data() + i * kSlots, {}, slots_[i].sums.as<void>(), device_, 4 * kSlots,
+               stream_);
+    copy_bytes(bad.data() + i * kSlots, {}, slots_[i].bad.as<void>(), device_, 8 * kSlots, stream_);
   }
   synchronize(device_, stream_);
   for (const Pending& one : pending_) {
@@ -175,6 +238,13 @@ void DeviceSender::end(std::span<const WeightId> ids, std::span<std::uint32_t> c
     checksums[one.number] =
         kernels::crc_of_sum(sums[static_cast<std::size_t>(one.slot)], one.bytes);
   }
+}
+
+double DeviceSender::relative_error() {
+  double error = 0, norm = 0, more_error = 0, more_norm = 0;
+  error_.read(error, norm);
+  sums_.read(more_error, more_norm);
+  return norm + more_norm > 0 ? std::sqrt((error + more_error) / (norm + more_norm)) : 0;
 }
 
 }  // namespace lockstep::sync

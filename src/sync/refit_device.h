@@ -12,6 +12,7 @@
 #include "contract/contract.h"
 #include "device/memory.h"
 #include "kernels/exact/crc32c.h"
+#include "kernels/exact/quantize_weights.h"
 #include "kernels/exact/weight_numbers.h"
 #include "model/weights.h"
 
@@ -30,7 +31,7 @@ class DeviceSender {
   /// Waits; fills in the CRC32C of each weight by its number. Throws Error naming one that BF16
   /// cannot hold.
   void end(std::span<const WeightId> ids, std::span<std::uint32_t> checksums);
-  double relative_error() const { return error_.relative(); }
+  double relative_error();
 
  private:
   using Bytes = TensorView<const std::uint8_t, 2>;
@@ -45,11 +46,20 @@ class DeviceSender {
   TensorView<T, 2> room(Buffer& buffer, std::int64_t rows, std::int64_t cols);
   std::int64_t send_numbers(const Weight& weight, std::size_t number);
   TensorView<const float, 2> masters(const Weight& weight);
+  bool gather(const Weight& weight, std::size_t number);
+  void send_gathered();
   std::int64_t send_quantized(const Weight& weight, std::size_t number);
   std::int64_t put_codes(const WeightId& id, const PackedView<const std::uint8_t>& codes,
                          std::size_t number);
-  void sum(std::initializer_list<Bytes> parts, std::size_t number, std::int64_t cols);
-  std::int64_t next_slot();
+  using Parts = std::vector<Bytes>;
+  struct Summed {
+    Parts parts;
+    std::size_t number = 0;
+    std::int64_t cols = 0;
+  };
+  void sum(std::span<const Summed> items);
+  std::int64_t next_slot(std::int64_t count = 1);
+  std::uint32_t* amax_at(std::int64_t slot);
   std::uint64_t* bad_at(std::int64_t slot);
 
   WeightSink& to_;
@@ -58,10 +68,26 @@ class DeviceSender {
   Stream stream_;
   Buffer codes_, scales_, global_, numbers_, f32_, back_;
   kernels::WeightError error_;
-  // By where the bytes lie: of one item each.
+  kernels::WeightSums sums_;
+  // Weights that wait for each other, and their codes.
+  struct Gathered {
+    WeightId id;
+    TensorView<const float, 2> master;
+    std::size_t number = 0;
+  };
+  std::vector<Gathered> gathered_;
+  struct Room {
+    Buffer codes, scales, global;
+  };
+  std::array<Room, kernels::kMostWeights> rooms_;
+  // By where the bytes lie.
   std::map<std::vector<std::uintptr_t>, std::unique_ptr<kernels::Crc32cList>> lists_;
-  // Slots of a sum and of the first element that is not finite, kSlots a piece.
-  std::vector<std::pair<Buffer, Buffer>> slots_;
+  // Of kSlots weights each: sums, the first elements that are not finite, largest magnitudes.
+  struct Slots {
+    Buffer sums, bad, amax;
+  };
+  std::vector<Slots> slots_;
+  std::int64_t used_slots_ = 0;
   std::vector<Pending> pending_;
 };
 

@@ -38,8 +38,17 @@ std::vector<std::uint32_t> tile_powers(std::int64_t out, std::int64_t cols) {
     return gf2::power(8 * static_cast<std::uint64_t>(bytes));
   };
   std::vector<std::uint32_t> powers;
-  for (std::int64_t rows = 0; rows < 16; ++rows) powers.push_back(power(rows * code_bytes));
-  for (std::int64_t rows = 0; rows < 16; ++rows) powers.push_back(power(rows * scale_bytes));
+  const bool whole = cols % 64 == 0;
+  for (const std::int64_t words : {8, 4}) {
+    for (std::int64_t rows = 0; rows < 16; ++rows) {
+      powers.push_back(power(rows * code_bytes + words));
+    }
+  }
+  for (const std::int64_t words : {8, 4}) {
+    for (std::int64_t rows = 0; rows < 16; ++rows) {
+      powers.push_back(power(rows * scale_bytes + (whole ? words : 0)));
+    }
+  }
   for (std::int64_t row = 0; row < out; row += 16) {
     const std::int64_t after = out - std::min(out, row + 16);
     powers.push_back(power(after * code_bytes + out * scale_bytes + kGlobalBytes));

@@ -31,10 +31,16 @@ __device__ void make_table(std::uint32_t* table, std::uint32_t stride) {
   __syncthreads();
 }
 
-/// `mine` is the lane's column of the table.
-__device__ inline std::uint32_t step(const std::uint32_t* mine, std::uint32_t s) {
-  return mine[(s & 255u) * 32] ^ mine[8192 + (s >> 8 & 255u) * 32] ^
-         mine[16384 + (s >> 16 & 255u) * 32] ^ mine[24576 + (s >> 24) * 32];
+/// s times the table's power of x. `lane4`: the lane's column, in bytes.
+__device__ inline std::uint32_t step(const std::uint32_t* table, std::uint32_t lane4,
+                                     std::uint32_t s) {
+  constexpr std::uint32_t kRow = 0x7F80u;  // 128 bytes to an entry
+  const auto* bytes = reinterpret_cast<const char*>(table);
+  const auto at = [bytes](std::uint32_t offset) {
+    return *reinterpret_cast<const std::uint32_t*>(bytes + offset);
+  };
+  return at((s << 7 & kRow) | lane4) ^ at(((s >> 1 & kRow) | lane4) + 0x8000u) ^
+         at(((s >> 9 & kRow) | lane4) + 0x10000u) ^ at(((s >> 17 & kRow) | lane4) + 0x18000u);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -43,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   static constexpr std::uint32_t kStride = gf2::power(kRowStride);
   make_table(table, kStride);
   const std::uint32_t lane = threadIdx.x & 31u;
-  const std::uint32_t* mine = table + lane;
+  const std::uint32_t lane4 = 4 * lane;
   std::uint32_t lane_power = gf2::kOne;  // x^32 for each lane from this one on
   for (std::uint32_t i = lane; i < 32; ++i) {
     static constexpr std::uint32_t kWord = gf2::power(32);
@@ -72,9 +78,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] = next[i * 32];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) s = step(mine, s) ^ w[i];
+        for (int i = 0; i < 8; ++i) s = step(table, lane4, s) ^ w[i];
       }
-      for (; round < rounds; ++round, next += 32) s = step(mine, s) ^ *next;
+      for (; round < rounds; ++round, next += 32) s = step(table, lane4, s) ^ *next;
       s = __reduce_xor_sync(0xFFFFFFFFu, gf2::times(s, lane_power));
     }
     if (lane != 0) continue;
@@ -90,13 +96,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// two bytes of each. It gives one output's to its neighbour for the other's of the same columns:
 /// then every lane has words of one row.
 __device__ std::uint32_t tile_codes(const std::byte* tile, int blocks, int rows,
-                                    const std::uint32_t* powers, const std::uint32_t* mine) {
+                                    const std::uint32_t* powers, const std::uint32_t* table) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
+  const std::uint32_t lane4 = 4 * (threadIdx.x & 31u);
   const bool odd = (lane & 1) != 0;
   std::uint32_t s = 0;
   const auto* chunk = reinterpret_cast<const uint4*>(tile) + lane;
+  uint4 next = chunk[0];
+  uint4 second = blocks > 4 ? chunk[36] : next;
   for (int left = blocks; left > 0; left -= 4, chunk += 36) {
-    const uint4 own = *chunk;
+    const uint4 own = next;
+    next = second;
+    if (left > 8) second = chunk[72];
     // Of output g, the halves below; of g + 8, those above. An even lane keeps the halves below.
     const std::uint32_t low01 = __byte_perm(own.x, own.y, 0x5410);
     const std::uint32_t high01 = __byte_perm(own.x, own.y, 0x7632);
@@ -113,39 +124,39 @@ __device__ std::uint32_t tile_codes(const std::byte* tile, int blocks, int rows,
         __byte_perm(first23, last23, 0x5410), __byte_perm(first23, last23, 0x7632)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < left) s = step(mine, s) ^ words[i];
+      if (i < left) s = step(table, lane4, s) ^ words[i];
     }
   }
   const int row = lane / 4 + 8 * (lane & 1);
-  if (row >= rows) return 0;
   // The lane's last word is the row's last but one, or its last.
-  static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
-  s = gf2::times(s, (lane & 2) != 0 ? kOne : kTwo);
-  return gf2::times(s, powers[rows - 1 - row]);
+  return row < rows ? gf2::times(s, powers[((lane & 2) != 0 ? 16 : 0) + rows - 1 - row]) : 0u;
 }
 
 /// A tile's scales: lane 16 q + r takes row r, every other chunk's four.
 __device__ std::uint32_t tile_scales(const std::byte* tile, int blocks, int rows,
-                                     const std::uint32_t* powers, const std::uint32_t* mine) {
+                                     const std::uint32_t* powers, const std::uint32_t* table) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int row = lane & 15, g = row & 7, high = row >> 3;
+  const std::uint32_t lane4 = 4 * (threadIdx.x & 31u);
+  const int row = lane & 15, g = row & 7;
+  const std::uint32_t select = row >= 8 ? 0x7531 : 0x6420;
   const int chunks = blocks / 4, rest = blocks % 4;
   const auto word_of = [&](int chunk) {
     const auto pair = *reinterpret_cast<const uint2*>(tile + chunk * 576 + 512 + 8 * g);
-    return __byte_perm(pair.x, pair.y, high != 0 ? 0x7531 : 0x6420);
+    return __byte_perm(pair.x, pair.y, select);
   };
   std::uint32_t s = 0;
   // Where the number of chunks is odd, a zero stands before the first.
+#pragma unroll 4
   for (int chunk = (lane >> 4) - (chunks & 1); chunk < chunks; chunk += 2) {
-    s = step(mine, s) ^ (chunk >= 0 ? word_of(chunk) : 0u);
+    s = step(table, lane4, s) ^ (chunk >= 0 ? word_of(chunk) : 0u);
   }
-  static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
-  s = gf2::times(s, lane >= 16 ? kOne : kTwo);
   if (rest > 0) {
+    static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
+    s = gf2::times(s, lane >= 16 ? kOne : kTwo);
     const std::uint32_t last = word_of(chunks);
     for (int i = 0; i < rest; ++i) s = gf2::after_byte(s, lane < 16 ? last >> i * 8 & 255u : 0u);
   }
-  return row < rows ? gf2::times(s, powers[16 + rows - 1 - row]) : 0u;
+  return row < rows ? gf2::times(s, powers[lane / 16 * 16 + rows - 1 - row]) : 0u;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -154,7 +165,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   static constexpr std::uint32_t kStride = gf2::power(kTileStride);
   make_table(table, kStride);
   const std::uint32_t lane = threadIdx.x & 31u;
-  const std::uint32_t* mine = table + lane;
   const int tiles = (p.out + 15) / 16;
   for (std::int64_t u = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; u < p.count * tiles;
        u += std::int64_t{gridDim.x} * kWarps) {
@@ -162,19 +172,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto number = static_cast<int>(u % tiles);
     const std::byte* tile = expert.data + W4a4Weights::kHeaderBytes + number * p.tile_bytes;
     const int rows = min(16, p.out - number * 16);
-    const std::uint32_t* after = p.powers + 32 + 2 * number;
     const std::uint32_t codes =
-        __reduce_xor_sync(0xFFFFFFFFu, tile_codes(tile, p.blocks, rows, p.powers, mine));
+        __reduce_xor_sync(0xFFFFFFFFu, tile_codes(tile, p.blocks, rows, p.powers, table));
     const std::uint32_t scales =
-        __reduce_xor_sync(0xFFFFFFFFu, tile_scales(tile, p.blocks, rows, p.powers, mine));
-    if (lane != 0) continue;
-    std::uint32_t sum = gf2::times(codes, after[0]) ^ gf2::times(scales, after[1]);
-    if (number == 0) {
-      const auto n = *reinterpret_cast<const std::int32_t*>(expert.data);
-      static constexpr std::uint32_t kOne = gf2::power(32);
-      sum ^= gf2::times(float_bits(power_of_two(n)), kOne);
+        __reduce_xor_sync(0xFFFFFFFFu, tile_scales(tile, p.blocks, rows, p.powers + 32, table));
+    // Three lanes a part each: codes, scales, and with the first tile the global scale.
+    static constexpr std::uint32_t kWord = gf2::power(32);
+    std::uint32_t part = lane == 0 ? codes : scales;
+    std::uint32_t power = lane < 2 ? p.powers[64 + 2 * number + lane] : kWord;
+    if (lane == 2) {
+      part = number == 0
+                 ? float_bits(power_of_two(*reinterpret_cast<const std::int32_t*>(expert.data)))
+                 : 0u;
     }
-    atomicXor(sums + expert.item, sum);
+    part = gf2::times(part, power);
+    if (lane < 3) atomicXor(sums + expert.item, part);
   }
 }
 

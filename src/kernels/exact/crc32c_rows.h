@@ -23,9 +23,10 @@ struct CrcExpert {
   std::uint32_t unused = 0;
 };
 
-/// Powers of x for one shape of experts: [16] of what follows a row of codes where so many rows
-/// follow it in its tile, [16] the same of scales, then for each tile two: what follows its codes,
-/// and its scales.
+/// Powers of x for one shape of experts: [2, 16] of what follows a lane's last word, two words or
+/// one from the end of a row of codes where so many rows follow it in its tile; [2, 16] the same of
+/// scales, without the words where a row's end in part of one; then for each tile two: what
+/// follows its codes, and its scales.
 struct CrcTiles {
   const CrcExpert* experts = nullptr;
   std::int64_t count = 0;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 #include "base/build.h"
 #include "base/error.h"
@@ -70,11 +69,12 @@ void WeightError::add(TensorView<const float, 2> master, TensorView<const float,
   }
 }
 
-double WeightError::relative() const {
+void WeightError::read(double& error, double& norm) const {
   std::array<double, 2> sums{};
   copy_bytes(sums.data(), {}, sums_.as<void>(), device_, sizeof sums, stream_);
   synchronize(device_, stream_);
-  return sums[1] > 0 ? std::sqrt(sums[0] / sums[1]) : 0;
+  error = sums[0];
+  norm = sums[1];
 }
 
 }  // namespace lockstep::kernels

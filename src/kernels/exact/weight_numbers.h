@@ -21,8 +21,8 @@ class WeightError {
   explicit WeightError(Device device = {}, Stream stream = {});
   /// Both on the device.
   void add(TensorView<const float, 2> master, TensorView<const float, 2> back);
-  /// ||back - master|| / ||master||; 0 where nothing was added. Waits.
-  double relative() const;
+  /// The two sums. Waits.
+  void read(double& error, double& norm) const;
 
  private:
   Device device_;
