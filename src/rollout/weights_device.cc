@@ -202,8 +202,8 @@ bool DeviceWeights::replace(std::span<const Arrival> arrivals) {
     replaced.push_back({*codes, up ? layer.gate_up_codes : layer.down_codes, id.expert.value,
                         compares_ ? flips_of(id.layer) : nullptr});
   }
-  for (std::size_t i = 0; i < replaced.size(); i += kernels::kMostWeights) {
-    const std::size_t some = std::min<std::size_t>(kernels::kMostWeights, replaced.size() - i);
+  for (std::size_t i = 0; i < replaced.size(); i += kernels::kMostReplaced) {
+    const std::size_t some = std::min<std::size_t>(kernels::kMostReplaced, replaced.size() - i);
     kernels::w4a4_replace(std::span(replaced).subspan(i, some), stream_);
   }
   for (std::size_t i = 0; i < replaced.size(); ++i) {

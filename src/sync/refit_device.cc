@@ -47,7 +47,7 @@ TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int6
 std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
   if (quantize && gather(weight, number)) {
     const auto [rows, cols] = gathered_.back().master.shape;
-    if (std::ssize(gathered_) == kernels::kMostWeights) send_gathered();
+    if (std::ssize(gathered_) == kernels::kMostReplaced) send_gathered();
     return rows * (cols / 2 + cols / 16) + 4;
   }
   send_gathered();
@@ -92,7 +92,10 @@ void DeviceSender::send_gathered() {
          cols});
   }
   gathered_.clear();
-  kernels::quantize_weights(weights, rule, sums_);
+  for (std::size_t i = 0; i < weights.size(); i += kernels::kMostWeights) {
+    const std::size_t some = std::min<std::size_t>(kernels::kMostWeights, weights.size() - i);
+    kernels::quantize_weights(std::span(weights).subspan(i, some), rule, sums_);
+  }
   to_.put_all(sent);
   sum(summed);
 }

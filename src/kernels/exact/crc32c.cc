@@ -19,14 +19,17 @@
 namespace lockstep::kernels {
 namespace {
 
-constexpr std::int64_t kUnitBytes = 32 << 10;
+// A unit is a warp's; each costs as much as a kilobyte does, and all of a device's should have one.
+constexpr std::int64_t kMostUnitBytes = 32 << 10;
+constexpr std::int64_t kLeastUnitBytes = 2 << 10;
+constexpr std::int64_t kUnits = 4096;
 constexpr std::int64_t kGlobalBytes = 4;
 
 /// Units of a row, or of rows that lie without gaps.
-void cut(const std::byte* data, std::int64_t bytes, std::uint32_t item,
+void cut(const std::byte* data, std::int64_t bytes, std::uint32_t item, std::int64_t unit_bytes,
          std::vector<CrcUnit>& units) {
-  for (std::int64_t first = 0; first < bytes; first += kUnitBytes) {
-    const std::int64_t some = std::min(kUnitBytes, bytes - first);
+  for (std::int64_t first = 0; first < bytes; first += unit_bytes) {
+    const std::int64_t some = std::min(unit_bytes, bytes - first);
     units.push_back({data + first, static_cast<std::uint32_t>(some), 0, item, 0});
   }
 }
@@ -127,6 +130,11 @@ std::uint32_t Crc32cList::crc_on_cpu(const Item& item) const {
 /// Units with the powers of what follows them, on the device.
 void Crc32cList::prepare() {
   if (prepared_items_ == size()) return;
+  std::int64_t all = 0;
+  for (const Item& item : items_) all += item.weights.data == nullptr ? item.bytes : 0;
+  const std::int64_t unit_bytes =
+      std::clamp((all / kUnits + 1023) / 1024 * 1024, kLeastUnitBytes, kMostUnitBytes);
+  const std::uint32_t whole = gf2::power(8 * static_cast<std::uint64_t>(unit_bytes));
   std::vector<CrcUnit> units;
   std::map<std::pair<std::int32_t, std::int32_t>, std::vector<CrcExpert>> experts;
   for (std::size_t i = 0; i < items_.size(); ++i) {
@@ -142,19 +150,18 @@ void Crc32cList::prepare() {
       const auto* data = reinterpret_cast<const std::byte*>(part.data);
       const auto [rows, cols] = part.shape;
       if (part.stride[0] == cols || rows == 1) {
-        cut(data, rows * cols, number, units);
+        cut(data, rows * cols, number, unit_bytes, units);
         continue;
       }
       for (std::int64_t row = 0; row < rows; ++row) {
-        cut(data + row * part.stride[0], cols, number, units);
+        cut(data + row * part.stride[0], cols, number, unit_bytes, units);
       }
     }
-    static constexpr std::uint32_t kWhole = gf2::power(8 * kUnitBytes);
     std::uint32_t power = gf2::kOne;
     for (std::size_t u = units.size(); u-- > first;) {
       units[u].power = power;
       power = gf2::times(power,
-                         units[u].bytes == kUnitBytes ? kWhole : gf2::power(8ull * units[u].bytes));
+                         units[u].bytes == unit_bytes ? whole : gf2::power(8ull * units[u].bytes));
     }
   }
   units_ = static_cast<std::int64_t>(units.size());

@@ -43,6 +43,11 @@ __device__ inline std::uint32_t step(const std::uint32_t* table, std::uint32_t l
          at(((s >> 9 & kRow) | lane4) + 0x10000u) ^ at(((s >> 17 & kRow) | lane4) + 0x18000u);
 }
 
+/// Where units are few, every block has some.
+__device__ inline std::int64_t first_unit() {
+  return std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     crc_rows_kernel(const CrcUnit* units, std::int64_t count, std::uint32_t* sums) {
   extern __shared__ std::uint32_t table[];
@@ -55,8 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     static constexpr std::uint32_t kWord = gf2::power(32);
     lane_power = gf2::times(lane_power, kWord);
   }
-  for (std::int64_t u = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; u < count;
-       u += std::int64_t{gridDim.x} * kWarps) {
+  for (std::int64_t u = first_unit(); u < count; u += std::int64_t{gridDim.x} * kWarps) {
     const CrcUnit unit = units[u];
     // Zeros before a message leave a register of 0 as it is: the first word may be in part
     // another's bytes, masked, and lanes of the first round may have none.
@@ -166,8 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   make_table(table, kStride);
   const std::uint32_t lane = threadIdx.x & 31u;
   const int tiles = (p.out + 15) / 16;
-  for (std::int64_t u = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; u < p.count * tiles;
-       u += std::int64_t{gridDim.x} * kWarps) {
+  for (std::int64_t u = first_unit(); u < p.count * tiles; u += std::int64_t{gridDim.x} * kWarps) {
     const CrcExpert expert = p.experts[u / tiles];
     const auto number = static_cast<int>(u % tiles);
     const std::byte* tile = expert.data + W4a4Weights::kHeaderBytes + number * p.tile_bytes;
@@ -197,7 +200,7 @@ unsigned int blocks_for(Kernel kernel, std::int64_t warps, Device device) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTableBytes),
       "cudaFuncSetAttribute");
   const std::int64_t most = cuda::multiprocessors(device.index);
-  return static_cast<unsigned int>(std::min(most, (warps + kWarps - 1) / kWarps));
+  return static_cast<unsigned int>(std::min(most, warps));
 }
 
 }  // namespace

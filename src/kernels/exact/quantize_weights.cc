@@ -80,7 +80,7 @@ void quantize_weights(std::span<const WeightOnItsWay> weights, const Quantizer& 
 
 void w4a4_replace(std::span<const Replaced> experts, Stream stream) {
   if (experts.empty()) return;
-  if (std::ssize(experts) > kMostWeights) throw Error("w4a4_replace: too many at once");
+  if (std::ssize(experts) > kMostReplaced) throw Error("w4a4_replace: too many at once");
   for (const Replaced& one : experts) {
     const Device device = one.place.device;
     if (!lies_well(one.now.codes, device, 8) || !lies_well(one.now.scales, device, 1) ||

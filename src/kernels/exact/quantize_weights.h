@@ -12,7 +12,8 @@
 
 namespace lockstep::kernels {
 
-inline constexpr int kMostWeights = 4;  // that go at once, so that masters stay in the cache
+inline constexpr int kMostWeights = 4;    // that go at once, so that masters stay in the cache
+inline constexpr int kMostReplaced = 16;  // experts
 
 /// A master, and room for its codes, all on one device and without gaps between rows.
 struct WeightOnItsWay {
@@ -62,7 +63,7 @@ struct Replaced {
   std::int64_t* flips = nullptr;  // as count_flips() adds them; nullptr: nobody asks
 };
 
-/// w4a4_fill() of all rows of at most kMostWeights experts, and count_flips() before it.
+/// w4a4_fill() of all rows of at most kMostReplaced experts, and count_flips() before it.
 void w4a4_replace(std::span<const Replaced> experts, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -179,7 +179,7 @@ struct Place {
 };
 
 struct Places {
-  Place of[kMostWeights];
+  Place of[kMostReplaced];
 };
 
 /// The places of a byte's code on the grid, plus 8; `codes` has one at each byte's lower half.
