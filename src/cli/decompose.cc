@@ -110,7 +110,7 @@ instruments::Diff places(const DecomposeArgs& args, const Subject& subject, cons
 int decompose(const DecomposeArgs& args) {
   if (args.prompts < 1) throw Usage(cat({"--n is ", args.prompts, "; take 1 or more"}));
   if (args.samples < 1) throw Usage(cat({"--samples is ", args.samples, "; take 1 or more"}));
-  const Subject subject = open_subject(args.subject, args.assignments, args.model);
+  const Subject subject = open_subject(args.subject, args.assignments, args.model, true);
   if (!args.json.empty()) check_output(args.json, "--json", {args.subject, args.model});
   std::optional<Scratch> scratch;  // before anything takes long
   if (args.places) scratch.emplace();

@@ -156,7 +156,7 @@ double time_step(const recipe::Recipe& recipe, const Subject& subject) {
 
 void look_at_time(Doctor& doctor, const std::string& file, const recipe::Recipe& recipe,
                   bool is_demo) {
-  const Subject subject = open_subject(file, {}, "");
+  const Subject subject = open_subject(file, {}, "", true);
   const double step = time_step(recipe, subject);
   const double run = step * static_cast<double>(recipe.schedule.steps);
   doctor.say(

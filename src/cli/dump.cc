@@ -113,7 +113,7 @@ std::int64_t dump_trainer(const DumpArgs& args, const Subject& subject, Comm& co
 }  // namespace
 
 int dump(const DumpArgs& args) {
-  const Subject subject = open_subject(args.recipe, args.assignments, args.model);
+  const Subject subject = open_subject(args.recipe, args.assignments, args.model, args.by_trainer);
   check_output(args.out, "--out", {args.score});
   const GoneOnInterrupt part(destination(args.out).part.string());
   const std::unique_ptr<Comm> comm = Comm::single();

@@ -209,7 +209,7 @@ void inspect_why(const InspectArgs& args) {
     throw Usage("--why asks of one token at one place; name them with --position and --place");
   }
   const Place place = parse_place(args.place);
-  const Subject subject = open_subject(args.path, {}, "");
+  const Subject subject = open_subject(args.path, {}, "", true);
   const auto [file, line] = file_and_line(args.why);
   const std::vector<SequenceRow> rows =
       read_sequences(recipe::find(file, "--why"), subject.policy.tokenizer, subject.policy.config);

@@ -58,14 +58,16 @@ std::unique_ptr<store::Store> records(const RolloutArgs& args, const Subject& su
 
 int rollout(const RolloutArgs& args) {
   check(args);
-  const Subject subject = open_subject(args.recipe, args.assignments, args.model);
+  const Subject subject =
+      open_subject(args.recipe, args.assignments, args.model, args.by_trainer || args.gap);
   if (!args.score.empty()) return score(args, subject);
 
   const std::vector<data::Prompt> prompts = choose(args, subject);
   LinesOut out(args.out);
   const std::unique_ptr<store::Store> store = records(args, subject);
   const std::unique_ptr<Comm> comm = Comm::single();
-  rollout::Engine engine(subject.agreement, subject.arm.rollout, subject.device, store.get(), *comm);
+  rollout::Engine engine(subject.agreement, subject.arm.rollout, subject.device, store.get(),
+                         *comm);
   load(subject, engine);
   const double began = seconds();
   const std::vector<Trajectory> answers =

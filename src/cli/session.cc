@@ -8,6 +8,7 @@
 #include "base/timer.h"
 #include "cli/verbs.h"
 #include "model/config_json.h"
+#include "rollout/kv_cache.h"
 #include "sync/refit.h"
 
 namespace lockstep::cli {
@@ -128,17 +129,39 @@ std::string stem(const std::string& recipe_file) {
   return std::filesystem::path(recipe_file).stem().string();
 }
 
+namespace {
+
+/// A cache for these prompts, where that is less than the options': on a GPU it is taken at once,
+/// beside the run's own.
+rollout::Options fitted(rollout::Options options, const Agreement& agreement,
+                        std::span<const data::Prompt> prompts, std::int32_t max_new_tokens) {
+  const std::int64_t page = options.page_tokens;
+  const std::int64_t most = agreement.model.max_positions;
+  std::int64_t pages = 0;
+  for (const data::Prompt& prompt : prompts) {
+    const std::int64_t tokens =
+        std::min(most, static_cast<std::int64_t>(prompt.tokens.size()) + max_new_tokens);
+    pages += (tokens + page - 1) / page + 1;
+  }
+  const auto layers = rollout::cache_layout(agreement, options.page_tokens);
+  options.cache_bytes = std::min(options.cache_bytes, pages * layers.front().k.page_bytes);
+  return options;
+}
+
+}  // namespace
+
 PassRate evaluate(const Agreement& agreement, const WeightSource& weights, const data::Task& task,
                   const recipe::Evaluation& evaluation, const rollout::Options& options,
                   std::int32_t max_new_tokens, Device device) {
   const std::unique_ptr<Comm> comm = Comm::single();
   Agreement unguided = agreement;
   unguided.guide = Guide{};
-  rollout::Engine engine(unguided, options, device, nullptr, *comm);
-  sync::refit(weights, engine.weights(), agreement.contract, WeightVersion{0});
-
   const auto count = std::min<std::int64_t>(evaluation.prompts, task.evaluation_size());
   const std::vector<data::Prompt> prompts = task.evaluation(static_cast<std::int32_t>(count));
+  rollout::Engine engine(unguided, fitted(options, unguided, prompts, max_new_tokens), device,
+                         nullptr, *comm);
+  sync::refit(weights, engine.weights(), agreement.contract, WeightVersion{0});
+
   std::vector<rollout::Request> requests;
   for (const data::Prompt& prompt : prompts) {
     // Numbered anew: an engine's span ids have no room for the task's own numbers.

@@ -96,14 +96,15 @@ std::string Subject::asked() const {
 }
 
 Subject open_subject(const std::string& what, const std::vector<std::string>& assignments,
-                     const std::string& model) {
+                     const std::string& model, bool trains) {
   bool default_task = false;
   recipe::Recipe recipe = recipe_of(what, assignments, model, default_task);
   Policy policy = open_policy(recipe.model);
   auto task = make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   Arm arm = ready_arm(recipe, policy, *task);
   recipe::Budget budget = recipe::budget(recipe, arm, policy.config);
-  budget.trainer = 0;  // not every verb has one
+  budget.evaluation = 0;
+  if (!trains) budget.trainer = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
   return {.recipe = std::move(recipe),

@@ -29,8 +29,9 @@ struct Subject {
 
 /// `what` is a recipe, a checkpoint (under the default recipe), a run directory (its recipe and its
 /// newest checkpoint), or empty: all defaults. A `model` that is not empty goes over all of them.
+/// `trains`: there will be a trainer beside the engine.
 Subject open_subject(const std::string& what, const std::vector<std::string>& assignments,
-                     const std::string& model);
+                     const std::string& model, bool trains = false);
 
 /// Gives an engine the subject's weights, quantized.
 void load(const Subject& subject, rollout::Engine& engine);

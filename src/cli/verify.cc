@@ -23,7 +23,7 @@ std::string run_contract(const std::string& path) {
 }  // namespace
 
 int verify(const VerifyArgs& args) {
-  const Subject subject = open_subject(args.subject, args.assignments, args.model);
+  const Subject subject = open_subject(args.subject, args.assignments, args.model, true);
   print(cat({subject.policy.folder.string(), ", ", subject.numbers(), "\n"}));
   // What the command line changes is not what the run named.
   const std::string named =

@@ -344,6 +344,17 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
   }
 }
 
+namespace {
+
+/// Of a parameter: master, gradient and two moments in FP32; on a GPU the numbers that it computes
+/// with lie beside them.
+std::int64_t trainer_bytes(const Recipe& recipe) {
+  if (device_named(recipe.device).kind == Device::Kind::kCpu) return 16;
+  return recipe.trainer.bf16 ? 18 : 20;
+}
+
+}  // namespace
+
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   Budget b;
   for (const WeightId& id : weight_ids(model)) {
@@ -353,7 +364,7 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
     b.rollout_weights += packed ? out * row_bytes(arm.contract.weight, in) : out * in * 2;
   }
   b.cache = recipe.rollout.cache_bytes;
-  b.trainer = 16 * b.parameters;
+  b.trainer = trainer_bytes(recipe) * b.parameters * (arm.rl.kl_weight > 0 ? 2 : 1);
   b.swap = recipe.rollout.swap_bytes;
   b.records = recipe.store.ram_bytes;
   const std::int64_t kept = recipe.schedule.keep_checkpoints;
@@ -365,6 +376,11 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
     const bool packed = arm.contract.layers.has(Layer{layer});
     b.cache_per_token += row_bytes(packed ? arm.contract.k : Quantizer{}, model.kv_width()) +
                          row_bytes(packed ? arm.contract.v : Quantizer{}, model.kv_width());
+  }
+  if (recipe.evaluation.prompts > 0) {
+    b.evaluation =
+        b.rollout_weights + std::min(b.cache, std::int64_t{recipe.evaluation.prompts} *
+                                                  model.max_positions * b.cache_per_token);
   }
   b.record_per_token =
       Agreement{.model = model, .contract = arm.contract, .guide = arm.guide}.bytes_per_token();
@@ -379,12 +395,13 @@ Device ready_device(const std::string& name, const Budget& b) {
     throw Error(cat({"device is ", name, ": ", why}));
   }
   const DeviceMemory memory = device_memory(device);
-  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer;
+  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer + b.evaluation;
   if (needed <= memory.free) return device;
   throw Error(
       cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
            bytes_text(memory.total), " free; rollout weights take ", bytes_text(b.rollout_weights),
-           ", rollout.cache ", bytes_text(b.cache), " and the trainer ", bytes_text(b.trainer),
+           ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
+           " and evaluation ", bytes_text(b.evaluation),
            ": lower rollout.cache, or choose a smaller model or another device"}));
 }
 

@@ -18,7 +18,8 @@ struct Budget {
   std::int64_t parameters = 0;
   std::int64_t rollout_weights = 0;  // device
   std::int64_t cache = 0;            // device
-  std::int64_t trainer = 0;          // device: masters, gradients, moments
+  std::int64_t trainer = 0;          // device: masters, gradients, moments, a copy to compute with
+  std::int64_t evaluation = 0;       // device, at most: an engine of its own, for a while
   std::int64_t swap = 0;             // host
   std::int64_t records = 0;          // host
   std::int64_t checkpoints = 0;      // disk
@@ -34,8 +35,8 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
 std::string to_string(const Budget& budget);
 
 /// The recipe's device, once it is known to be there and to have room for the budget's rollout
-/// weights, cache and trainer. Throws Error naming what is missing: the bytes of each part where it
-/// is memory.
+/// weights, cache, trainer and evaluation. Throws Error naming what is missing: the bytes of each
+/// part where it is memory.
 Device ready_device(const std::string& name, const Budget& budget);
 
 /// "13.8 KiB".

@@ -8,8 +8,9 @@
 namespace lockstep::cuda {
 namespace {
 
-// What the kernels are compiled for: sm_90a runs on 9.0 alone, sm_100a on 10.0 alone.
-bool has_kernels_for(int major, int minor) { return minor == 0 && (major == 9 || major == 10); }
+// sm_90a runs on 9.0 alone. What is compiled for sm_100a has not run yet, and lacks the grouped
+// product.
+bool has_kernels_for(int major, int minor) { return major == 9 && minor == 0; }
 
 std::string look(std::int8_t index) {
   int count = 0;
@@ -42,7 +43,7 @@ std::string look(std::int8_t index) {
           "cudaDeviceGetAttribute");
   if (!has_kernels_for(major, minor)) {
     return cat({"CUDA device ", static_cast<int>(index), " has compute capability ", major, ".",
-                minor, ", the kernels are made for 9.0 and 10.0; use device = \"cpu\""});
+                minor, ", the kernels are made for 9.0; use device = \"cpu\""});
   }
   return "";
 }
