@@ -333,12 +333,12 @@ void ForwardExperts::mx_product(const SiteInput& site,
 /// The product, and alpha times the residual's where there is one: each exact, and their sum
 /// rounded once more.
 void ForwardExperts::mx_sum(const SiteInput& site, kernels::MxProductArgs args) {
-  kernels::mx_product(args);
+  kernels::mx_product(args, at_->stream);
   if (site.residual.codes.empty()) return;
   const TensorView<float, 2> y = args.out;
   args.a = site.residual;
   args.out = rest_.view(y.shape[0], y.shape[1]);
-  kernels::mx_product(args);
+  kernels::mx_product(args, at_->stream);
   for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
     y.data[i] += options_.residual_alpha * args.out.data[i];
   }

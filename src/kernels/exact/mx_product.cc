@@ -4,10 +4,12 @@
 #include <cmath>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
 #include "kernels/exact/items.h"
+#include "kernels/exact/mx_product_rows.h"
 #include "numerics/e2m1.h"
 #include "numerics/e8m0.h"
 
@@ -101,7 +103,15 @@ std::int64_t check(const MxProductArgs& args, const Items& items) {
            " experts of the ", args.out.shape[1], " columns of out"});
   require(args.out.stride[1] == 1 || args.out.shape[1] <= 1,
           {"mx_product: out must be contiguous along a row"});
+  const Device device = args.a.codes.device;
+  require(args.w.codes.device == device && args.out.device == device,
+          {"mx_product: a, w and out must be on one device"});
   const std::int64_t count = count_items(items, args.a.codes.shape[0]);
+  if (device.kind == Device::Kind::kCuda) {
+    check_item_shapes("mx_product", items, count, args.experts, args.a.codes.shape[0],
+                      args.out.shape[0]);
+    return count;
+  }
   check_items("mx_product", items, count, args.experts, args.a.codes.shape[0], args.out.shape[0]);
   return count;
 }
@@ -127,11 +137,15 @@ float product(const Unpacked& a, std::int64_t row, const Unpacked& w, std::int64
 
 }  // namespace
 
-void mx_product(const MxProductArgs& args, Stream) {
+void mx_product(const MxProductArgs& args, [[maybe_unused]] Stream stream) {
   const Items items{args.offsets, args.from, args.to};
   const std::int64_t count = check(args, items);
-  if (count == 0) return;
   const std::int64_t outs = args.out.shape[1];
+  if (count == 0 || outs == 0) return;
+  if (args.out.device.kind == Device::Kind::kCuda) {
+    if constexpr (build::has_cuda) return mx_product_cuda(args, count, stream);
+    throw Error("mx_product: a is on a CUDA device, and this build has no CUDA backend");
+  }
   const std::int64_t blocks = args.a.scales.shape[1];
   const Unpacked a(args.a, "a", 0, args.a.codes.shape[0]);
   const std::int64_t units = (outs + kUnitRows - 1) / kUnitRows;

@@ -24,7 +24,8 @@ struct MxProductArgs {
 ///
 /// `global` is not read: MXFP4 has none. Requires cols % 32 == 0 and cols <= 32768, so that no sum
 /// overflows. Throws Error naming the argument, and row and block of a scale byte above 252 in what
-/// the items name; rows of experts without items are not looked at, and `out` is then in parts.
+/// the items name; rows of experts without items are not looked at, and `out` is then in parts. On
+/// a CUDA device neither scale bytes nor indices are looked at. The same bytes on every device.
 void mx_product(const MxProductArgs& args, Stream stream = {});
 
 }  // namespace lockstep::kernels

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/philox.h"
+#include "device/testing.h"
 #include "numerics/e2m1.h"
 
 namespace lockstep::kernels {
@@ -78,15 +79,35 @@ float oracle(const Packed& a, std::int64_t r, const Packed& w, std::int64_t o) {
   return std::ldexp(static_cast<float>(sum), anchor - 42);
 }
 
-std::vector<float> product(const Packed& a, const Packed& w) {
-  std::vector<float> out(static_cast<std::size_t>(a.rows * w.rows), -7.0f);
+/// Packed rows on a device.
+struct There {
+  Buffer codes, scales;
+  PackedView<const std::uint8_t> view;
+
+  There(const Packed& from, Device device)
+      : codes(to_device(from.codes, device)), scales(to_device(from.scales, device)) {
+    view = from.view();
+    view.codes.data = codes.as<const std::uint8_t>();
+    view.scales.data = scales.as<const std::uint8_t>();
+    view.codes.device = view.scales.device = device;
+  }
+};
+
+std::vector<float> product(const Packed& a, const Packed& w, Device device = {}) {
+  const There x(a, device), y(w, device);
+  const Buffer out =
+      to_device(std::vector<float>(static_cast<std::size_t>(a.rows * w.rows), -7.0f), device);
   MxProductArgs args;
-  args.a = a.view();
-  args.w = w.view();
-  args.out = {out.data(), {a.rows, w.rows}, {w.rows, 1}};
+  args.a = x.view;
+  args.w = y.view;
+  args.out = {out.as<float>(), {a.rows, w.rows}, {w.rows, 1}, device};
   mx_product(args);
-  return out;
+  return to_host<float>(out);
 }
+
+class MxProductOn : public testing::TestWithParam<Device> {};
+
+INSTANTIATE_TEST_SUITE_P(Devices, MxProductOn, testing::ValuesIn(devices()), name_of_device);
 
 std::uint32_t bits(float x) {
   std::uint32_t b;
@@ -94,13 +115,13 @@ std::uint32_t bits(float x) {
   return b;
 }
 
-TEST(MxProduct, EqualsTheAnchorRule) {
+TEST_P(MxProductOn, EqualsTheAnchorRule) {
   // Scales that agree, that differ by more than the 40 bits kept, and at both ends of the range.
   for (const auto& [middle, spread] : {std::pair{127, 3}, std::pair{127, 40}, std::pair{30, 60},
                                        std::pair{126, 126}, std::pair{240, 12}}) {
     const Packed a(7, 160, 1, middle, spread);
     const Packed w(37, 160, 2, middle, spread);
-    const std::vector<float> y = product(a, w);
+    const std::vector<float> y = product(a, w, GetParam());
     for (std::int64_t r = 0; r < 7; ++r) {
       for (std::int64_t o = 0; o < 37; ++o) {
         ASSERT_EQ(bits(y[static_cast<std::size_t>(r * 37 + o)]), bits(oracle(a, r, w, o)))
@@ -110,10 +131,10 @@ TEST(MxProduct, EqualsTheAnchorRule) {
   }
 }
 
-TEST(MxProduct, IsExactWhereTheScalesAreClose) {
+TEST_P(MxProductOn, IsExactWhereTheScalesAreClose) {
   const Packed a(5, 96, 3, 120, 2);
   const Packed w(9, 96, 4, 130, 2);
-  const std::vector<float> y = product(a, w);
+  const std::vector<float> y = product(a, w, GetParam());
   for (std::int64_t r = 0; r < 5; ++r) {
     for (std::int64_t o = 0; o < 9; ++o) {
       double sum = 0;
@@ -126,28 +147,28 @@ TEST(MxProduct, IsExactWhereTheScalesAreClose) {
   }
 }
 
-TEST(MxProduct, ZerosGivePositiveZero) {
+TEST_P(MxProductOn, ZerosGivePositiveZero) {
   Packed a(2, 32, 5, 127, 0);
   Packed w(3, 32, 6, 127, 0);
   std::fill(a.codes.begin(), a.codes.begin() + 16, std::uint8_t{0x80});  // -0 and 0
   std::fill(a.codes.begin() + 16, a.codes.end(), std::uint8_t{0xA2});    // -1, 1
   std::fill(w.codes.begin(), w.codes.end(), std::uint8_t{0x22});
-  for (const float y : product(a, w)) EXPECT_EQ(bits(y), 0u);
+  for (const float y : product(a, w, GetParam())) EXPECT_EQ(bits(y), 0u);
 }
 
-TEST(MxProduct, R45_AlternatingBlockScales) {
+TEST_P(MxProductOn, R45_AlternatingBlockScales) {
   Packed a(1, 128, 7, 127, 0);
   Packed w(2, 128, 8, 127, 0);
   std::fill(a.codes.begin(), a.codes.end(), std::uint8_t{0x22});
   std::fill(w.codes.begin(), w.codes.end(), std::uint8_t{0x22});
   a.scales = {127, 134, 127, 134};
   w.scales = {134, 127, 134, 127, 127, 134, 127, 134};
-  const std::vector<float> y = product(a, w);
+  const std::vector<float> y = product(a, w, GetParam());
   EXPECT_EQ(y[0], 128 * 128.0f);
   EXPECT_EQ(y[1], 64 * 1.0f + 64 * 128.0f * 128.0f);
 }
 
-TEST(MxProduct, GroupsAndThreadsDoNotChangeBits) {
+TEST_P(MxProductOn, GroupsAndThreadsDoNotChangeBits) {
   const Packed a(20, 64, 9, 120, 30);
   const Packed w(3 * 40, 64, 10, 120, 30);
   std::vector<std::int32_t> offsets = {0, 12, 12, 31};
@@ -157,22 +178,27 @@ TEST(MxProduct, GroupsAndThreadsDoNotChangeBits) {
     from.push_back(i * 7 % 20);
     to.push_back(30 - i);
   }
-  std::vector<float> out(31 * 40);
-  MxProductArgs args{a.view(),
-                     w.view(),
-                     3,
-                     {offsets.data(), {4}, {1}},
-                     {from.data(), {31}, {1}},
-                     {to.data(), {31}, {1}},
-                     {out.data(), {31, 40}, {40, 1}}};
+  const Device device = GetParam();
+  const There x(a, device), y(w, device);
+  const Buffer begins = to_device(offsets, device), rows = to_device(from, device),
+               places = to_device(to, device);
+  const Buffer out(device, 31 * 40 * 4);
+  const MxProductArgs args{x.view,
+                           y.view,
+                           3,
+                           {begins.as<const std::int32_t>(), {4}, {1}, device},
+                           {rows.as<const std::int32_t>(), {31}, {1}, device},
+                           {places.as<const std::int32_t>(), {31}, {1}, device},
+                           {out.as<float>(), {31, 40}, {40, 1}, device}};
   for (const int threads : {1, 2}) {
     set_threads(threads);
-    std::fill(out.begin(), out.end(), -7.0f);
+    fill_bytes(out.as<void>(), device, 0xAA, out.bytes());
     mx_product(args);
+    const std::vector<float> got = to_host<float>(out);
     for (std::size_t i = 0; i < 31; ++i) {
       const int expert = i < 12 ? 0 : 2;
       for (int j = 0; j < 40; ++j) {
-        ASSERT_EQ(bits(out[static_cast<std::size_t>(to[i] * 40 + j)]),
+        ASSERT_EQ(bits(got[static_cast<std::size_t>(to[i] * 40 + j)]),
                   bits(oracle(a, from[i], w, expert * 40 + j)));
       }
     }
