@@ -108,6 +108,7 @@ class MadeUpCache {
       layer.k.pool = pool_.as<std::byte>();
       layer.v.pool = pool_.as<std::byte>();
     }
+    synchronize(bench.device(), bench.stream());
   }
   std::span<const LayerKv> layers() const { return layers_; }
   /// Of all layers.
