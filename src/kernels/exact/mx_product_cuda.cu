@@ -48,7 +48,7 @@ __device__ std::int32_t half_units_of(std::uint32_t four) {
   const std::uint32_t minus = __byte_perm(0xFDFEFF00u, 0xF4F8FAFCu, index);
   const std::uint32_t signs =
       (four & 0x8u) << 4 | (four & 0x80u) << 8 | (four & 0x800u) << 12 | (four & 0x8000u) << 16;
-  const std::uint32_t negative = __byte_perm(signs, 0, 0xBA98u);  // the signs, in all their bits
+  const std::uint32_t negative = (signs >> 7) * 0xFFu;  // bytes of ones
   return static_cast<std::int32_t>(plus ^ ((plus ^ minus) & negative));
 }
 
