@@ -20,8 +20,7 @@ class KvCache;
 /// are read from the pages when a sequence is released.
 ///
 /// On a CUDA device the rows of a pass stay there until send(), are copied beside the next pass,
-/// and come to the sink with flush(): the engine calls it once that pass has been given to the
-/// device.
+/// and come to the sink with flush(), or close(), which waits for the copy.
 class Capture {
  public:
   /// A null sink captures nothing. `bf16`: numbers() are wanted. Passes run on `device` in the

@@ -90,8 +90,10 @@ void DeviceCapture::commit() {
   copied_.hold_back(at_->stream);
   there_ = static_cast<std::byte*>(arena_.take(now_.bytes));
   upload_.begin();
-  kept_index_ = upload_.add(now_.kept.rows);
+  // First, so that its place follows from its own size, of which a graph knows: how many rows are
+  // kept changes under one graph.
   audit_index_ = upload_.add(audit_rows_);
+  kept_index_ = upload_.add(now_.kept.rows);
   upload_.send();
 }
 

@@ -1,9 +1,13 @@
 #include "rollout/pass.h"
 
+#include <bit>
+
 namespace lockstep::rollout {
 namespace {
 
 std::int64_t size_for(std::int64_t rows) {
+  // Few rows choose few experts: one that fills up would have others read beside them.
+  if (rows <= 8) return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows)));
   const std::int64_t step = rows <= 64 ? 8 : rows <= 256 ? 16 : 32;
   return (rows + step - 1) / step * step;
 }
