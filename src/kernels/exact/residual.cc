@@ -302,10 +302,24 @@ std::vector<float> values_of(const PackedView<const std::uint8_t>& codes, const 
   return values;
 }
 
+bool on_cpu(Device device) { return device.kind == Device::Kind::kCpu; }
+
+bool on_cpu(const PackedView<const std::uint8_t>& packed) {
+  return on_cpu(packed.codes.device) && on_cpu(packed.scales.device) &&
+         on_cpu(packed.global.device) && on_cpu(packed.mantissas.device);
+}
+
+/// At the door of what has no CUDA kernel.
+void require_on_cpu(const char* op, bool holds) {
+  require(holds,
+          {op, ": every view must be on the CPU, it has no CUDA kernel; set device = \"cpu\""});
+}
+
 }  // namespace
 
 void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
                  const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out) {
+  require_on_cpu("residual_of", on_cpu(x.device) && on_cpu(q) && on_cpu(out));
   const auto [rows, cols] = x.shape;
   std::vector<float> rest = values_of(q, rule, rows, cols);
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -321,6 +335,7 @@ void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
 void add_residual(const PackedView<const std::uint8_t>& q,
                   const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
                   TensorView<Bf16, 2> out) {
+  require_on_cpu("add_residual", on_cpu(q) && on_cpu(rest) && on_cpu(out.device));
   const auto [rows, cols] = out.shape;
   const std::vector<float> main = values_of(q, rule, rows, cols);
   const std::vector<float> second = values_of(rest, rule, rows, cols);

@@ -53,11 +53,11 @@ void residual_on(const ResidualArgs& args, Isa isa);
 
 /// The dense second pass under another rule than NVFP4's, MXFP4 in macro blocks or not: codes of
 /// x - Q(x), true minus quantized, which `rule` quantizes as it did x; `q` holds Q(x). Their values
-/// are added, alpha times.
+/// are added, alpha times. On a CPU; throws Error where a view lies elsewhere.
 void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
                  const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out);
 
-/// out = Q(x) + alpha * Q(x - Q(x)) of such codes, in FP32, rounded to BF16.
+/// out = Q(x) + alpha * Q(x - Q(x)) of such codes, in FP32, rounded to BF16. On a CPU, as above.
 void add_residual(const PackedView<const std::uint8_t>& q,
                   const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
                   TensorView<Bf16, 2> out);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -340,6 +341,38 @@ TEST(Residual, NamesWhatIsWrong) {
   EXPECT_NE(message(args).find("one for each of 2 groups"), std::string::npos);
   c.q.global[1] = 0.3f;
   EXPECT_NE(message(c.args()).find("row 1 of q"), std::string::npos);
+}
+
+// The views hold no address that could be read: the device that they name is enough.
+TEST(Residual, TheSecondPassRefusesAnyViewOfADevice) {
+  constexpr Device kCpu{}, kCuda{Device::Kind::kCuda, 0};
+  const auto packed = [](std::array<Device, 4> on) {
+    return PackedView<std::uint8_t>{{nullptr, {2, 16}, {16, 1}, on[0]},
+                                    {nullptr, {2, 1}, {1, 1}, on[1]},
+                                    {nullptr, {2}, {0}, on[2]},
+                                    {nullptr, {2, 1}, {1, 1}, on[3]}};
+  };
+  const auto message = [](const auto& op) -> std::string {
+    try {
+      op();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::string tail =
+      ": every view must be on the CPU, it has no CUDA kernel; set device = \"cpu\"";
+  for (std::size_t at = 0; at < 9; ++at) {
+    std::array<Device, 9> on{};
+    on[at] = kCuda;
+    const TensorView<Bf16, 2> x = {nullptr, {2, 32}, {32, 1}, on[0]};
+    const auto a = packed({on[1], on[2], on[3], on[4]}), b = packed({on[5], on[6], on[7], on[8]});
+    EXPECT_EQ(message([&] { residual_of(x, kRule, a, b); }), "residual_of" + tail) << at;
+    EXPECT_EQ(message([&] { add_residual(a, b, kRule, 1.0f, x); }), "add_residual" + tail) << at;
+  }
+  const TensorView<Bf16, 2> nothing = {nullptr, {0, 32}, {32, 1}, kCpu};
+  EXPECT_EQ(message([&] { residual_of(nothing, kRule, {}, {}); }).find("every view"),
+            std::string::npos);
 }
 
 }  // namespace
