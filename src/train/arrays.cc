@@ -11,32 +11,32 @@ namespace {
 
 }  // namespace
 
-std::int64_t first_nonfinite(const Floats& numbers) {
+std::int64_t first_nonfinite(const Floats& numbers, Stream stream) {
   if constexpr (build::has_cuda) {
-    return cuda::first_nonfinite(numbers.device(), numbers.data(), numbers.size());
+    return cuda::first_nonfinite(numbers.device(), numbers.data(), numbers.size(), stream);
   }
   throw_no_backend();
 }
 
-double sum_of_squares(const Floats& numbers) {
+double sum_of_squares(const Floats& numbers, Stream stream) {
   if constexpr (build::has_cuda) {
-    return cuda::sum_of_squares(numbers.device(), numbers.data(), numbers.size());
+    return cuda::sum_of_squares(numbers.device(), numbers.data(), numbers.size(), stream);
   }
   throw_no_backend();
 }
 
-void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count) {
-  if constexpr (build::has_cuda) return cuda::round_to_bf16(device, from, to, count);
+void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count, Stream stream) {
+  if constexpr (build::has_cuda) return cuda::round_to_bf16(device, from, to, count, stream);
   throw_no_backend();
 }
 
-void widen(Device device, const Bf16* from, float* to, std::int64_t count) {
-  if constexpr (build::has_cuda) return cuda::widen(device, from, to, count);
+void widen(Device device, const Bf16* from, float* to, std::int64_t count, Stream stream) {
+  if constexpr (build::has_cuda) return cuda::widen(device, from, to, count, stream);
   throw_no_backend();
 }
 
-void adamw_on_device(const AdamW& args, Device device) {
-  if constexpr (build::has_cuda) return cuda::adamw(args, device);
+void adamw_on_device(const AdamW& args, Device device, Stream stream) {
+  if constexpr (build::has_cuda) return cuda::adamw(args, device, stream);
   throw_no_backend();
 }
 

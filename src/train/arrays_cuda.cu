@@ -12,6 +12,7 @@ namespace {
 
 using lockstep::cuda::OnDevice;
 using lockstep::cuda::require_launch;
+using lockstep::cuda::stream_of;
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kChunk = 1 << 14;  // numbers of a block's sum
@@ -80,46 +81,51 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__
 
 }  // namespace
 
-std::int64_t first_nonfinite(Device device, const float* numbers, std::int64_t count) {
+std::int64_t first_nonfinite(Device device, const float* numbers, std::int64_t count,
+                             Stream stream) {
   const OnDevice scope(device.index);
-  const Buffer first(device, sizeof(kNowhere));
-  fill_bytes(first.as<void>(), device, 0xFF, first.bytes());
-  nonfinite_kernel<<<blocks_for(count, device), kThreads>>>(numbers, count,
-                                                            first.as<unsigned long long>());
+  const Buffer first(device, sizeof(kNowhere), stream);
+  fill_bytes(first.as<void>(), device, 0xFF, first.bytes(), stream);
+  nonfinite_kernel<<<blocks_for(count, device), kThreads, 0, stream_of(stream)>>>(
+      numbers, count, first.as<unsigned long long>());
   require_launch("nonfinite_kernel");
   unsigned long long at = kNowhere;
-  copy_bytes(&at, {}, first.as<void>(), device, sizeof(at));
-  synchronize(device);
+  copy_bytes(&at, {}, first.as<void>(), device, sizeof(at), stream);
+  synchronize(device, stream);
   return at == kNowhere ? -1 : static_cast<std::int64_t>(at);
 }
 
-double sum_of_squares(Device device, const float* numbers, std::int64_t count) {
+double sum_of_squares(Device device, const float* numbers, std::int64_t count, Stream stream) {
   const OnDevice scope(device.index);
   const std::int64_t chunks = (count + kChunk - 1) / kChunk;
   if (chunks == 0) return 0.0;
-  const Buffer parts(device, chunks * static_cast<std::int64_t>(sizeof(double)));
-  squares_kernel<<<static_cast<unsigned>(chunks), kThreads>>>(numbers, count, parts.as<double>());
+  const Buffer parts(device, chunks * static_cast<std::int64_t>(sizeof(double)), stream);
+  squares_kernel<<<static_cast<unsigned>(chunks), kThreads, 0, stream_of(stream)>>>(
+      numbers, count, parts.as<double>());
   require_launch("squares_kernel");
+  std::vector<double> here(static_cast<std::size_t>(chunks));
+  copy_bytes(here.data(), {}, parts.as<void>(), device, parts.bytes(), stream);
+  synchronize(device, stream);
   double sum = 0.0;
-  for (const double part : to_host<double>(parts)) sum += part;
+  for (const double part : here) sum += part;
   return sum;
 }
 
-void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count) {
+void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count, Stream stream) {
   const OnDevice scope(device.index);
-  round_kernel<<<blocks_for(count, device), kThreads>>>(from, to, count);
+  round_kernel<<<blocks_for(count, device), kThreads, 0, stream_of(stream)>>>(from, to, count);
   require_launch("round_kernel");
 }
 
-void widen(Device device, const Bf16* from, float* to, std::int64_t count) {
+void widen(Device device, const Bf16* from, float* to, std::int64_t count, Stream stream) {
   const OnDevice scope(device.index);
-  widen_kernel<<<blocks_for(count, device), kThreads>>>(from, to, count);
+  widen_kernel<<<blocks_for(count, device), kThreads, 0, stream_of(stream)>>>(from, to, count);
   require_launch("widen_kernel");
 }
 
-void adamw(const AdamW& args, Device device) {
+void adamw(const AdamW& args, Device device, Stream stream) {
   const OnDevice scope(device.index);
-  adamw_kernel<<<blocks_for(args.count, device), kThreads>>>(args);
+  adamw_kernel<<<blocks_for(args.count, device), kThreads, 0, stream_of(stream)>>>(args);
   require_launch("adamw_kernel");
 }
 

@@ -61,9 +61,11 @@ void sum_over_ranks(const Floats& numbers, Comm& comm) {
   }
 }
 
-double norm_of(const Floats& numbers) {
+double norm_of(const Floats& numbers, Stream stream) {
   const std::int64_t n = numbers.size();
-  if (numbers.device().kind != Device::Kind::kCpu) return std::sqrt(sum_of_squares(numbers));
+  if (numbers.device().kind != Device::Kind::kCpu) {
+    return std::sqrt(sum_of_squares(numbers, stream));
+  }
   const float* grad = numbers.data();
   std::vector<double> parts(static_cast<std::size_t>((n + kChunk - 1) / kChunk));
   parallel_for(static_cast<std::int64_t>(parts.size()), 1, [&](std::int64_t from, std::int64_t to) {
@@ -81,7 +83,7 @@ double norm_of(const Floats& numbers) {
 }
 
 void adamw(Parameters& parameters, const Floats& grads, const Options& options, std::int64_t update,
-           double scale) {
+           double scale, Stream stream) {
   const double step = static_cast<double>(update + 1);
   const double lr = learning_rate(options, update);
   const auto beta1 = static_cast<float>(options.beta1);
@@ -108,7 +110,7 @@ void adamw(Parameters& parameters, const Floats& grads, const Options& options, 
                             .root = root,
                             .eps = eps,
                             .clip = clip},
-                           parameters.device());
+                           parameters.device(), stream);
   }
   float* w = parameters.masters.data();
   float* m = parameters.moment1.data();

@@ -15,6 +15,7 @@
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
+#include "ops/device.h"
 #include "train/arrays.h"
 
 namespace lockstep::train {
@@ -38,22 +39,22 @@ bool continues(const WeightId& id) {
 
 }  // namespace
 
-Floats::Floats(std::int64_t size, Device device) : size_(size), device_(device) {
+Floats::Floats(std::int64_t size, Device device, Stream stream) : size_(size), device_(device) {
   if (on_cpu()) {
     data_.reset(static_cast<float*>(
         std::aligned_alloc(64, (static_cast<std::size_t>(size) * sizeof(float) + 64) / 64 * 64)));
     if (!data_) throw std::bad_alloc();
   } else {
-    there_ = Buffer(device, size * static_cast<std::int64_t>(sizeof(float)));
+    there_ = Buffer(device, size * static_cast<std::int64_t>(sizeof(float)), stream);
   }
-  zero();
+  zero(stream);
 }
 
-void Floats::zero() const {
+void Floats::zero(Stream stream) const {
   if (on_cpu()) {
     std::fill_n(data_.get(), size_, 0.0f);
   } else {
-    fill_bytes(there_.as<void>(), device_, 0, there_.bytes());
+    fill_bytes(there_.as<void>(), device_, 0, there_.bytes(), stream);
   }
 }
 
@@ -66,15 +67,15 @@ std::int64_t bf16_bytes(const Parameters::Numbers& numbers, Device device, std::
 
 }  // namespace
 
-Parameters::Parameters(const ModelConfig& config, Numbers numbers, Device device)
+Parameters::Parameters(const ModelConfig& config, Numbers numbers, Device device, Stream stream)
     : numbers_(std::move(numbers)),
       device_(device),
       total_(place(slots_, 0, config)),
-      masters(total_, device),
-      compute(bf16_bytes(numbers_, device, total_) > 0 ? 0 : total_, device),
-      compute_bf16(device, bf16_bytes(numbers_, device, total_)),
-      moment1(total_, device),
-      moment2(total_, device) {
+      masters(total_, device, stream),
+      compute(bf16_bytes(numbers_, device, total_) > 0 ? 0 : total_, device, stream),
+      compute_bf16(device, bf16_bytes(numbers_, device, total_), stream),
+      moment1(total_, device, stream),
+      moment2(total_, device, stream) {
   for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;
   if (numbers_.codes) make_room_for_codes(config);
 }
@@ -107,19 +108,19 @@ std::span<float> Parameters::of(const Floats& numbers, const Slot& slot) const {
 }
 
 std::span<const float> Parameters::read(const Floats& numbers, const Slot& slot,
-                                        std::vector<float>& room) const {
+                                        std::vector<float>& room, Stream stream) const {
   if (device_.kind == Device::Kind::kCpu) return of(numbers, slot);
   room.resize(slot.count());
   copy_bytes(room.data(), {}, numbers.data() + slot.offset, device_,
-             static_cast<std::int64_t>(slot.count() * sizeof(float)));
-  synchronize(device_);
+             static_cast<std::int64_t>(slot.count() * sizeof(float)), stream);
+  synchronize(device_, stream);
   return room;
 }
 
-void Parameters::write(const Floats& numbers, const Slot& slot, const float* values,
-                       Device from) const {
+void Parameters::write(const Floats& numbers, const Slot& slot, const float* values, Device from,
+                       Stream stream) const {
   copy_bytes(numbers.data() + slot.offset, device_, values, from,
-             static_cast<std::int64_t>(slot.count() * sizeof(float)));
+             static_cast<std::int64_t>(slot.count() * sizeof(float)), stream);
 }
 
 ops::CodeMatrix Parameters::room_for_codes(std::int32_t experts, std::int32_t out,
@@ -217,8 +218,8 @@ bool Parameters::is_fp4(const Slot& slot) const {
 }
 
 /// What quantize_weight() says of a weight, of all of them at once.
-void Parameters::check_finite() const {
-  const std::int64_t at = first_nonfinite(masters);
+void Parameters::check_finite(Stream stream) const {
+  const std::int64_t at = first_nonfinite(masters, stream);
   if (at < 0) return;
   for (const Slot& slot : slots_) {
     const std::int64_t inside = at - slot.offset;
@@ -229,13 +230,13 @@ void Parameters::check_finite() const {
 }
 
 /// The same numbers on a CUDA device: all are rounded at once, then the experts', in place.
-void Parameters::refresh_on_device() const {
-  check_finite();
+void Parameters::refresh_on_device(Stream stream) const {
+  check_finite(stream);
   Bf16* const rounded = compute_bf16.as<Bf16>();
   if (!numbers_.bf16) {
-    copy_bytes(compute.data(), device_, masters.data(), device_, 4 * total_);
+    copy_bytes(compute.data(), device_, masters.data(), device_, 4 * total_, stream);
   } else {
-    round_to_bf16(masters, rounded);
+    round_to_bf16(masters, rounded, stream);
   }
   if (!numbers_.fp4_experts) return;
   const Quantizer& rule = numbers_.contract.weight;
@@ -247,9 +248,9 @@ void Parameters::refresh_on_device() const {
     mantissas = std::max(mantissas, slot.rows * rule.macro_cols(slot.cols));
     numbers = std::max(numbers, slot.rows * slot.cols);
   }
-  const Buffer code(device_, codes), scale(device_, scales), mantissa(device_, mantissas);
-  const Buffer global(device_, sizeof(float));
-  const Buffer own(device_, numbers_.bf16 ? 0 : numbers * std::int64_t{sizeof(Bf16)});
+  const Buffer code(device_, codes, stream), scale(device_, scales, stream);
+  const Buffer mantissa(device_, mantissas, stream), global(device_, sizeof(float), stream);
+  const Buffer own(device_, numbers_.bf16 ? 0 : numbers * std::int64_t{sizeof(Bf16)}, stream);
   for (const Slot& slot : slots_) {
     if (!is_fp4(slot)) continue;
     const auto view = [&](const Buffer& bytes, std::int64_t rows, std::int64_t cols) {
@@ -264,16 +265,18 @@ void Parameters::refresh_on_device() const {
     Bf16* const at = numbers_.bf16 ? rounded + slot.offset : own.as<Bf16>();
     const TensorView<Bf16, 2> bf16 = {at, {slot.rows, slot.cols}, {slot.cols, 1}, device_};
     float* const wide = compute.data() + slot.offset;
-    if (!numbers_.bf16)
-      round_to_bf16(device_, masters.data() + slot.offset, bf16.data, slot.rows * slot.cols);
-    kernels::quantize({.x = bf16, .rule = rule, .out = packed});
-    kernels::dequantize({.codes = packed, .rule = rule, .bf16 = bf16});
-    if (!numbers_.bf16) widen(device_, bf16.data, wide, slot.rows * slot.cols);
+    const std::int64_t count = slot.rows * slot.cols;
+    if (!numbers_.bf16) {
+      round_to_bf16(device_, masters.data() + slot.offset, bf16.data, count, stream);
+    }
+    kernels::quantize({.x = bf16, .rule = rule, .out = packed}, stream);
+    kernels::dequantize({.codes = packed, .rule = rule, .bf16 = bf16}, stream);
+    if (!numbers_.bf16) widen(device_, bf16.data, wide, count, stream);
   }
 }
 
-void Parameters::refresh() {
-  if (device_.kind != Device::Kind::kCpu) return refresh_on_device();
+void Parameters::refresh(Stream stream) {
+  if (device_.kind != Device::Kind::kCpu) return refresh_on_device(stream);
   parallel_for(static_cast<std::int64_t>(slots_.size()), 1,
                [&](std::int64_t first, std::int64_t end) {
                  for (std::int64_t i = first; i < end; ++i) {
@@ -327,7 +330,7 @@ class MastersSink final : public WeightSink {
     const bool there = parameters_.device().kind != Device::Kind::kCpu;
     if (there && f32 != nullptr && f32->device == parameters_.device()) {
       require_shape(slot, f32->shape[0], f32->shape[1]);  // refresh() looks at the numbers
-      parameters_.write(parameters_.masters, slot, f32->data, f32->device);
+      parameters_.write(parameters_.masters, slot, f32->data, f32->device, stream());
       missing_->erase(weight.id);
       return;
     }
@@ -340,7 +343,7 @@ class MastersSink final : public WeightSink {
     } else {
       throw Error(to_string(slot.id) + ": FP4 codes cannot become masters; give BF16 or FP32");
     }
-    if (there) parameters_.write(parameters_.masters, slot, to.data());
+    if (there) parameters_.write(parameters_.masters, slot, to.data(), {}, stream());
     missing_->erase(weight.id);
   }
 
@@ -355,12 +358,15 @@ class MastersSink final : public WeightSink {
     std::vector<std::uint32_t> crcs;
     std::vector<float> room;
     for (const Slot& slot : parameters_.slots()) {
-      crcs.push_back(crc32c(std::as_bytes(parameters_.read(parameters_.masters, slot, room))));
+      crcs.push_back(
+          crc32c(std::as_bytes(parameters_.read(parameters_.masters, slot, room, stream()))));
     }
     return crcs;
   }
 
  private:
+  Stream stream() const { return ops::stream_on(parameters_.device()); }
+
   static void require_shape(const Slot& slot, std::int64_t rows, std::int64_t cols) {
     if (rows == slot.rows && cols == slot.cols) return;
     throw Error(to_string(slot.id) + " is [" + std::to_string(rows) + ", " + std::to_string(cols) +

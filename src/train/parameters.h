@@ -21,14 +21,15 @@
 namespace lockstep::train {
 
 /// Zeroed numbers on a device, at a fixed alignment: products of the same operands then have the
-/// same bits from run to run.
+/// same bits from run to run. On a CUDA device what is done to them is done in a stream's order,
+/// and in its order they end that they began in.
 class Floats {
  public:
-  explicit Floats(std::int64_t size, Device device = {});
+  explicit Floats(std::int64_t size, Device device = {}, Stream stream = {});
   float* data() const { return on_cpu() ? data_.get() : there_.as<float>(); }
   std::int64_t size() const { return size_; }
   Device device() const { return device_; }
-  void zero() const;
+  void zero(Stream stream = {}) const;
 
   /// Of a CPU's.
   std::span<float> all() const { return {data_.get(), static_cast<std::size_t>(size_)}; }
@@ -70,22 +71,24 @@ class Parameters {
   };
 
   /// Throws Error naming the bytes that a CUDA device has too little of.
-  Parameters(const ModelConfig& config, Numbers numbers, Device device = {});
+  Parameters(const ModelConfig& config, Numbers numbers, Device device = {}, Stream stream = {});
   Device device() const { return device_; }
 
   const std::vector<Slot>& slots() const { return slots_; }  // in weight_ids order
   const Slot& slot(const WeightId& id) const;
   /// On a CPU.
   std::span<float> of(const Floats& numbers, const Slot& slot) const;
-  /// From and to any device: on a CPU what is read is the slot itself, else a copy in `room`.
-  std::span<const float> read(const Floats& numbers, const Slot& slot,
-                              std::vector<float>& room) const;
-  void write(const Floats& numbers, const Slot& slot, const float* values, Device from = {}) const;
+  /// From and to any device: on a CPU what is read is the slot itself, else a copy in `room`, for
+  /// which it waits.
+  std::span<const float> read(const Floats& numbers, const Slot& slot, std::vector<float>& room,
+                              Stream stream = {}) const;
+  void write(const Floats& numbers, const Slot& slot, const float* values, Device from = {},
+             Stream stream = {}) const;
 
   /// Makes the compute weights from the masters: rounded to BF16, routed experts on to FP4 by the
   /// contract's own quantizer (and to BF16 where its values are not exact there). Once an update,
   /// whatever the number of passes. Throws Error naming the weight that is not finite.
-  void refresh();
+  void refresh(Stream stream = {});
 
   /// Those of the weights that the last refresh() saw; nullptr where none are kept.
   const ExpertCodes* codes(Layer layer) const;
@@ -100,8 +103,8 @@ class Parameters {
   void keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const;
   void fake_quantize(const Slot& slot) const;
   bool is_fp4(const Slot& slot) const;
-  void refresh_on_device() const;
-  void check_finite() const;
+  void refresh_on_device(Stream stream) const;
+  void check_finite(Stream stream) const;
 
   struct alignas(64) Line {
     std::byte bytes[64];
@@ -122,7 +125,8 @@ class Parameters {
   Floats moment2;
 };
 
-/// Masters as a source, which lie on the device, and what takes initial weights into them.
+/// Masters as a source, which lie on the device, and what takes initial weights into them, in the
+/// order of torch's stream.
 std::unique_ptr<WeightSource> masters_source(const Parameters& parameters);
 std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed);
 

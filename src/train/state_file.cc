@@ -61,11 +61,12 @@ void write(std::ofstream& out, std::span<const std::byte> bytes) {
             static_cast<std::streamsize>(bytes.size()));
 }
 
-void write_section(std::ofstream& out, const Parameters& parameters, const Floats& numbers) {
+void write_section(std::ofstream& out, const Parameters& parameters, const Floats& numbers,
+                   Stream stream) {
   std::uint32_t crc = 0;
   std::vector<float> room;
   for (const Slot& slot : parameters.slots()) {
-    const auto bytes = std::as_bytes(parameters.read(numbers, slot, room));
+    const auto bytes = std::as_bytes(parameters.read(numbers, slot, room, stream));
     crc = crc32c(bytes, crc);
     write(out, bytes);
   }
@@ -104,12 +105,13 @@ void check_header(const std::string& name, std::span<const std::byte> bytes,
 }  // namespace
 
 void write_state(const std::filesystem::path& file, const Parameters& parameters,
-                 std::int64_t updates) {
+                 std::int64_t updates, Stream stream) {
   const std::filesystem::path beside = file.string() + ".part";
   {
     std::ofstream out(beside, std::ios::binary | std::ios::trunc);
     write(out, header(parameters, updates));
-    for (int i = 0; i < kSections; ++i) write_section(out, parameters, section(parameters, i));
+    for (int i = 0; i < kSections; ++i)
+      write_section(out, parameters, section(parameters, i), stream);
     out.flush();
     if (!out) {
       out.close();
@@ -121,7 +123,7 @@ void write_state(const std::filesystem::path& file, const Parameters& parameters
   std::filesystem::rename(beside, file);
 }
 
-std::int64_t read_state(const std::filesystem::path& file, Parameters& parameters) {
+std::int64_t read_state(const std::filesystem::path& file, Parameters& parameters, Stream stream) {
   const std::vector<std::byte> bytes = contents(file);
   const std::string name = file.string();
   check_header(name, bytes, parameters);
@@ -147,7 +149,7 @@ std::int64_t read_state(const std::filesystem::path& file, Parameters& parameter
       values.resize(slot.count());
       const std::size_t size = values.size() * sizeof(float);
       std::memcpy(values.data(), part(i).data() + at, size);
-      parameters.write(section(parameters, i), slot, values.data());
+      parameters.write(section(parameters, i), slot, values.data(), {}, stream);
       at += size;
     }
   }

@@ -52,7 +52,7 @@ Parameters::Numbers numbers(const Agreement& agreement, const Qat& qat, const Op
 struct Lane {
   Lane(const ModelConfig& config, const Parameters& parameters, const ops::RopeTable& rope,
        bool bf16)
-      : grads(parameters.size(), parameters.device()),
+      : grads(parameters.size(), parameters.device(), ops::stream_on(parameters.device())),
         network(config, parameters, grads, rope, bf16),
         tally(config.num_layers) {}
 
@@ -73,7 +73,7 @@ struct Trainer::Impl {
         qat(q),
         options(o),
         comm(c),
-        parameters(a.model, numbers(a, q, o), device),
+        parameters(a.model, numbers(a, q, o), device, ops::stream_on(device)),
         rope(a.model.max_positions, a.model.head_dim, a.model.rope_theta, device),
         source(masters_source(parameters)),
         sink(masters_sink(parameters, [this] { restart(); })) {
@@ -97,20 +97,23 @@ struct Trainer::Impl {
                         .vocabulary = agreement.model.vocabulary});
   }
 
+  /// In whose order the arrays are written and read: that of the ops.
+  Stream stream() const { return ops::stream_on(parameters.device()); }
+
   void forget() {
     for (const auto& lane : lanes) {
-      lane->grads.zero();
+      lane->grads.zero(stream());
       lane->tally = Tally(agreement.model.num_layers);
     }
     norms.clear();
   }
 
   void restart() {
-    parameters.moment1.zero();
-    parameters.moment2.zero();
+    parameters.moment1.zero(stream());
+    parameters.moment2.zero(stream());
     updates = 0;
     forget();
-    parameters.refresh();
+    parameters.refresh(stream());
     ready = true;
   }
 
@@ -391,18 +394,18 @@ void Trainer::update() {
   for (std::size_t i = 1; i < t.lanes.size(); ++i) add(t.lanes[0]->grads, t.lanes[i]->grads);
   const Floats& grads = t.lanes[0]->grads;
   sum_over_ranks(grads, t.comm);
-  const double norm = norm_of(grads);
+  const double norm = norm_of(grads, t.stream());
   if (!std::isfinite(norm)) {
     throw Error("the gradient of update " + std::to_string(t.updates) +
                 " is not finite; lower the learning rate or look for a loss that is not");
   }
   const double limit = t.options.max_grad_norm;
   const double scale = limit > 0.0 && norm > limit ? limit / norm : 1.0;
-  adamw(t.parameters, grads, t.options, t.updates, scale);
-  for (const auto& lane : t.lanes) lane->grads.zero();
+  adamw(t.parameters, grads, t.options, t.updates, scale, t.stream());
+  for (const auto& lane : t.lanes) lane->grads.zero(t.stream());
   t.norms.push_back(norm);
   ++t.updates;
-  t.parameters.refresh();
+  t.parameters.refresh(t.stream());
 }
 
 Metrics Trainer::metrics() {
@@ -429,15 +432,15 @@ WeightSink& Trainer::initial_weights() { return *impl_->sink; }
 void Trainer::save(const std::filesystem::path& folder) const {
   if (impl_->comm.rank() != 0) return;
   std::filesystem::create_directories(folder);
-  write_state(folder / kStateFile, impl_->parameters, impl_->updates);
+  write_state(folder / kStateFile, impl_->parameters, impl_->updates, impl_->stream());
 }
 
 void Trainer::load(const std::filesystem::path& folder) {
   Impl& t = *impl_;
-  const std::int64_t updates = read_state(folder / kStateFile, t.parameters);
+  const std::int64_t updates = read_state(folder / kStateFile, t.parameters, t.stream());
   t.forget();
   t.updates = updates;
-  t.parameters.refresh();
+  t.parameters.refresh(t.stream());
   t.ready = true;
 }
 
