@@ -1,9 +1,10 @@
 /// The ops on torch's CUDA tensors, composed of torch's own and of the house's kernels.
 ///
 /// BF16 numbers lie in BF16 tensors there, so that products run on tensor cores; they are summed in
-/// FP32 and rounded once, as on the CPU. The gradients of BF16 activations are BF16 too, those of
-/// weights are not: no op returns a weight's gradient, it is added in FP32 to w.grad(), which is
-/// there. Every op gives the same bits each time.
+/// FP32 and rounded once, as on the CPU. The gradients of BF16 activations are BF16 too. No op
+/// returns a weight's gradient: it is added in FP32 to w.grad(), which is there. What is added is
+/// FP32, but a pass's gradient of experts, which is rounded to BF16 first: torch's grouped product
+/// has no other result. Every op gives the same bits each time.
 ///
 /// Declared in every build, defined where there is a CUDA compiler: call behind
 /// `if constexpr (build::has_cuda)`. All but the products of experts runs on a CPU's tensors too,
