@@ -8,16 +8,15 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
-#include <future>
 #include <map>
 #include <optional>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels/exact/guide.h"
 #include "ops/device.h"
+#include "train/read_ahead.h"
 #include "train/sites.h"
 
 namespace lockstep::train {
@@ -53,15 +52,9 @@ struct Sites::There {
   void await() const;
 };
 
-/// A thread that brings them in the order of a forward pass, by a stream of its own.
-struct Sites::Ahead {
-  ~Ahead() {
-    stopped = true;
-    if (thread.joinable()) thread.join();
-  }
-  std::map<Place, std::promise<There>> promised;
-  std::atomic<bool> stopped = false;
-  std::thread thread;
+/// Brings them in the order of a forward pass, by a stream of its own.
+struct Sites::Ahead : ReadAhead<Place, There> {
+  using ReadAhead::ReadAhead;
 };
 
 namespace {
@@ -108,25 +101,14 @@ void Sites::read_ahead_there(const at::Device& device) {
     }
   }
   if (places.empty()) return;
-  ahead_ = std::make_shared<Ahead>();
-  for (const Place place : places) ahead_->promised[place];
-  ahead_->thread = std::thread([this, device, places] {
-    const c10::impl::VirtualGuardImpl guard(at::kCUDA);
-    const c10::Stream stream = guard.getStreamFromGlobalPool(device);
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  const c10::Stream stream = guard.getStreamFromGlobalPool(device);
+  ahead_ = std::make_shared<Ahead>(std::move(places), [this, device, stream](const Place& place) {
     const c10::StreamGuard scope(stream);
-    for (const Place place : places) {
-      if (ahead_->stopped) return;
-      std::promise<There>& promised = ahead_->promised.at(place);
-      try {
-        There there = bring(place, device);
-        there.arrived.emplace(at::kCUDA);
-        there.arrived->record(stream);
-        promised.set_value(std::move(there));
-      } catch (...) {
-        promised.set_exception(std::current_exception());
-        return;
-      }
-    }
+    There there = bring(place, device);
+    there.arrived.emplace(at::kCUDA);
+    there.arrived->record(stream);
+    return there;
   });
 }
 
@@ -139,13 +121,10 @@ void Sites::There::await() const {
 }
 
 Sites::There Sites::there(Place place, const at::Device& device) const {
-  if (ahead_ != nullptr) {
-    const auto found = ahead_->promised.find(place);
-    if (found != ahead_->promised.end()) {
-      There there = found->second.get_future().get();
-      there.await();
-      return there;
-    }
+  if (ahead_ != nullptr && ahead_->has(place)) {
+    There there = ahead_->take(place);
+    there.await();
+    return there;
   }
   return bring(place, device);
 }
