@@ -10,6 +10,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -65,6 +66,19 @@ Tensor pinned_copy(const void* from, at::IntArrayRef shape, at::ScalarType type)
   return pinned;
 }
 
+/// The stream that records come by, one a device for all passes of the process: torch keeps what
+/// was freed for the stream that it was asked for on, so every further stream would keep a pass's
+/// records once more.
+c10::Stream reading_stream(const at::Device& device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, c10::Stream> streams;
+  const std::lock_guard lock(mutex);
+  const auto found = streams.find(device.index());
+  if (found != streams.end()) return found->second;
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  return streams.emplace(device.index(), guard.getStreamFromGlobalPool(device)).first->second;
+}
+
 }  // namespace
 
 /// Reads a place's records and copies them, in the order of the current stream.
@@ -101,9 +115,8 @@ void Sites::read_ahead_there(const at::Device& device) {
     }
   }
   if (places.empty()) return;
-  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
-  const c10::Stream stream = guard.getStreamFromGlobalPool(device);
-  ahead_ = std::make_shared<Ahead>(std::move(places), [this, device, stream](const Place& place) {
+  ahead_ = std::make_shared<Ahead>(std::move(places), [this, device](const Place& place) {
+    const c10::Stream stream = reading_stream(device);
     const c10::StreamGuard scope(stream);
     There there = bring(place, device);
     there.arrived.emplace(at::kCUDA);
