@@ -1,5 +1,9 @@
 // What a trainer on a CUDA device shares with the one on a CPU, which is its definition within a
-// tolerance. Without such a device most of these have no rows.
+// tolerance. Without such a device these have no rows.
+#include <cmath>
+#include <string>
+
+#include "device/memory.h"
 #include "train/trainer.h"
 #include "train/trainer_fixture.h"
 
@@ -137,24 +141,48 @@ TEST_P(TrainerOnDevice, StatesGoFromDeviceToDevice) {
 }
 
 TEST_P(TrainerOnDevice, AWeightThatIsNotFiniteIsNamed) {
-  device_ = GetParam();
+  const Device device = GetParam();
   Agreement agreement;
   agreement.model = small_model();
   agreement.contract = contracts::lockstep(agreement.model.num_layers);
-  Options options = reveals_gradient();
-  options.bf16 = true;
-  const auto trainer =
-      make(agreement, options, random_weights(agreement.model, 8), {.weights = true});
-  const std::vector<Trajectory> batch = random_batch(agreement.model, {30});
-  trainer->accumulate(batch, nullptr, [](std::size_t, auto logp, auto dlogp) {
-    for (std::size_t t = 0; t < logp.size(); ++t) dlogp[t] = NAN;
-    return 0.0;
-  });
+  Trainer trainer(agreement, {.weights = true}, {}, device, *comm_);
+  const Weights weights = random_weights(agreement.model, 8);
+  const WeightId bad = {.role = WeightId::Role::kDown, .layer = {1}, .expert = {2}};
+  WeightSink& sink = trainer.initial_weights();
+  sink.begin(WeightVersion{0}, ContractId{0});
+  for (const WeightId& id : weight_ids(agreement.model)) {
+    // Numbers of the device itself are not looked at one by one on their way in.
+    const Tensor& w = weights.at(id);
+    const float* numbers = w.const_data_ptr<float>();
+    std::vector<float> values(numbers, numbers + w.numel());
+    if (id == bad) values[static_cast<std::size_t>(3 * w.size(1) + 5)] = NAN;
+    const Buffer there = to_device(values, device);
+    sink.put({id, TensorView<const float, 2>{
+                      there.as<float>(), {w.size(0), w.size(1)}, {w.size(1), 1}, device}});
+    synchronize(device, ops::stream_on(device));  // `there` ends
+  }
+  try {
+    sink.commit();
+    ADD_FAILURE() << "a NaN went in";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.what(), to_string(bad) + ": [3, 5] is not finite");
+  }
+}
+
+TEST_P(TrainerOnDevice, AGradientThatIsNotFiniteIsRefused) {
+  device_ = GetParam();
+  Agreement agreement;
+  agreement.model = small_model();
+  const auto trainer = make(agreement, {}, random_weights(agreement.model, 8));
+  trainer->accumulate(random_batch(agreement.model, {30}), nullptr,
+                      [](std::size_t, auto logp, auto dlogp) {
+                        for (std::size_t t = 0; t < logp.size(); ++t) dlogp[t] = NAN;
+                        return 0.0;
+                      });
   EXPECT_THROW(trainer->update(), Error);
 }
 
 TEST_P(TrainerOnDevice, RefusesWhatItHasNoKernelFor) {
-  if (GetParam().kind == Device::Kind::kCpu) return;
   device_ = GetParam();
   Agreement agreement;
   agreement.model = small_model();
@@ -166,8 +194,15 @@ TEST_P(TrainerOnDevice, RefusesWhatItHasNoKernelFor) {
   EXPECT_THROW(make(agreement, {}, weights, {.activations = true, .residual_alpha = 1.0f}), Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, TrainerOnDevice, ::testing::ValuesIn(trainer_devices()),
-                         name_of_device);
+/// The CPU against itself would show nothing.
+std::vector<Device> cuda_devices() {
+  std::vector<Device> all = trainer_devices();
+  std::erase_if(all, [](const Device& device) { return device.kind == Device::Kind::kCpu; });
+  return all;
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TrainerOnDevice);
+INSTANTIATE_TEST_SUITE_P(All, TrainerOnDevice, ::testing::ValuesIn(cuda_devices()), name_of_device);
 
 }  // namespace
 }  // namespace lockstep::train
