@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -12,8 +13,25 @@
 
 namespace lockstep::ops {
 
+namespace {
+
+enum class Queues { kUnmade, kOfCpu, kOfAll };
+std::atomic<Queues> queues = Queues::kUnmade;
+
+}  // namespace
+
+void begin_backward() {
+  Queues unmade = Queues::kUnmade;
+  queues.compare_exchange_strong(unmade, Queues::kOfCpu);
+}
+
 void prepare_torch(Device device) {
   if (device.kind == Device::Kind::kCpu) return;
+  if (queues == Queues::kOfCpu) {
+    throw Error(
+        "device = \"cuda\": a trainer on the CPU has run in this process, and torch takes no other "
+        "device after that; train on the CUDA device first, or in a process of its own");
+  }
   if (const std::string why = why_unusable(device); !why.empty()) {
     throw Error("device = \"cuda\": " + why);
   }
@@ -25,6 +43,8 @@ void prepare_torch(Device device) {
   context.setDeterministicFillUninitializedMemory(false);
   context.setAllowTF32CuBLAS(false);
   context.setAllowBF16ReductionCuBLAS(false);
+  Queues unmade = Queues::kUnmade;
+  queues.compare_exchange_strong(unmade, Queues::kOfAll);
 }
 
 at::Device torch_device(Device device) {

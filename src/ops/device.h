@@ -11,8 +11,14 @@ namespace lockstep::ops {
 
 /// Makes torch ready to compute on `device`: on a CUDA device with FP32 sums and in a fixed order.
 /// Must come before the process's first backward pass and first call into torch for that device.
-/// Throws Error where the device or torch's part for it is missing.
+/// Throws Error where the device or torch's part for it is missing, or where it comes too late.
 void prepare_torch(Device device);
+
+/// Comes before every backward pass. Torch makes a queue for each device that it knows at the
+/// process's first one, and none later: on a device without one a backward pass ends in an
+/// assertion of torch's. So from here on prepare_torch() refuses a CUDA device, unless one was
+/// prepared before.
+void begin_backward();
 
 at::Device torch_device(Device device);
 Device house_device(const at::Tensor& x);

@@ -382,6 +382,7 @@ double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource*
   if (routes != nullptr) t.check(*routes, batch);
   const std::vector<Pack> packs = t.cut(batch);
   require_weights(t.ready);
+  ops::begin_backward();
   std::vector<double> losses(packs.size());
   t.each_pass(packs.size(), [&](Lane& lane, std::size_t p) {
     losses[p] = t.accumulate(lane, batch, packs[p], trace, loss, {.follow = routes});

@@ -267,5 +267,24 @@ TEST_P(TrainerOn, R26_SavedAndResumedIsTheSameRun) {
 
 /// Gives every trajectory a path of its own.
 
+// Torch would end the CUDA trainer's first backward pass by an assertion of its own.
+TEST_F(TrainerTest, ACudaTrainerAfterACpusBackwardPassIsRefusedByALine) {
+  if (why_unusable(kFirstCuda).empty()) GTEST_SKIP() << "these tests ready torch for CUDA first";
+  Agreement agreement;
+  agreement.model = small_model();
+  const auto message = [&]() -> std::string {
+    try {
+      Trainer(agreement, {}, {}, kFirstCuda, *comm_);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto here = make(agreement, {}, random_weights(agreement.model, 8));
+  here->accumulate(random_batch(agreement.model, {12}), nullptr, some_loss);
+  EXPECT_EQ(message().find("device = \"cuda\": a trainer on the CPU has run in this process"), 0u)
+      << message();
+}
+
 }  // namespace
 }  // namespace lockstep::train
