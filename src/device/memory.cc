@@ -92,17 +92,18 @@ void Buffer::reset() {
   ::operator delete(data, std::align_val_t(kAlignment));
 }
 
-PinnedBuffer::PinnedBuffer(std::int64_t bytes) : bytes_(bytes) {
+PinnedBuffer::PinnedBuffer(std::int64_t bytes, Device device) : bytes_(bytes), device_(device) {
   if (bytes < 0) throw Error(cat({"device: a buffer of ", bytes, " bytes was asked for"}));
   if (bytes == 0) return;
-  if constexpr (build::has_cuda) {
-    if (cuda::why_unusable(0).empty()) {
-      data_ = cuda::allocate_pinned(bytes);
-      pinned_ = true;
-      return;
-    }
+  if (!on_cuda(device)) {
+    data_ = ::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlignment));
+    return;
   }
-  data_ = ::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlignment));
+  if constexpr (build::has_cuda) {
+    data_ = cuda::allocate_pinned(device.index, bytes);
+    return;
+  }
+  throw_no_backend();
 }
 
 void PinnedBuffer::reset() {
@@ -110,7 +111,7 @@ void PinnedBuffer::reset() {
   bytes_ = 0;
   if (data == nullptr) return;
   if constexpr (build::has_cuda) {
-    if (pinned_) return cuda::release_pinned(data);
+    if (on_cuda(device_)) return cuda::release_pinned(device_.index, data);
   }
   ::operator delete(data, std::align_val_t(kAlignment));
 }

@@ -65,13 +65,13 @@ class Buffer {
   Stream stream_{};
 };
 
-/// Host memory that a CUDA device reads and writes without a copy in between. Plain memory where
-/// there is no such device.
+/// Host memory that a CUDA device reads and writes without a copy in between. Plain memory for a
+/// CPU, which opens no CUDA device for it.
 class PinnedBuffer {
  public:
   PinnedBuffer() = default;
-  /// Throws Error naming the bytes asked for.
-  explicit PinnedBuffer(std::int64_t bytes);
+  /// Throws Error where there are not so many bytes, or where the device is not usable.
+  PinnedBuffer(std::int64_t bytes, Device device);
   ~PinnedBuffer() { reset(); }
   PinnedBuffer(PinnedBuffer&& other) noexcept { swap(other); }
   PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
@@ -92,12 +92,12 @@ class PinnedBuffer {
   void swap(PinnedBuffer& other) {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
-    std::swap(pinned_, other.pinned_);
+    std::swap(device_, other.device_);
   }
 
   void* data_ = nullptr;
   std::int64_t bytes_ = 0;
-  bool pinned_ = false;
+  Device device_{};
 };
 
 /// Copies between any two devices. From or to host memory that is not pinned the call waits.

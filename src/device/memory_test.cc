@@ -45,7 +45,7 @@ TEST_P(Memory, SaysHowMuchIsThere) {
 }
 
 TEST_P(Memory, PinnedIsThereForBoth) {
-  const PinnedBuffer pinned(4096);
+  const PinnedBuffer pinned(4096, GetParam());
   const Buffer buffer(GetParam(), 4096);
   fill_bytes(buffer.as<void>(), GetParam(), 7, 4096);
   copy_bytes(pinned.as<void>(), {}, buffer.as<void>(), GetParam(), 4096);
@@ -83,6 +83,7 @@ TEST(Devices, ACudaDeviceIsThereOrSaysWhyNot) {
   const Device far{Device::Kind::kCuda, 99};
   EXPECT_NE(why_unusable(far), "");
   EXPECT_EQ(why_unusable({}), "");
+  EXPECT_THROW(PinnedBuffer(64, far), Error);
   if (devices().size() > 1) {
     try {
       Buffer(devices()[1], 1ll << 46);

@@ -19,7 +19,7 @@ TEST_P(Streams, OneGoesOnBehindAPointOfAnother) {
   const OwnedStream first(GetParam()), second(GetParam());
   constexpr std::int64_t kBytes = 1 << 26;
   const Buffer from(GetParam(), kBytes, first), to(GetParam(), kBytes, first);
-  const PinnedBuffer back(kBytes);
+  const PinnedBuffer back(kBytes, GetParam());
   Event filled(GetParam()), copied(GetParam());
   fill_bytes(from.as<void>(), GetParam(), 3, kBytes, first);
   copy_bytes(to.as<void>(), GetParam(), from.as<void>(), GetParam(), kBytes, first);

@@ -154,7 +154,7 @@ void DeviceCapture::send() {
   if (now_.places.empty() || underway_) return;
   done_.record(at_->stream);
   done_.hold_back(copies_);
-  if (here_.bytes() < now_.bytes) here_ = PinnedBuffer(now_.bytes);
+  if (here_.bytes() < now_.bytes) here_ = PinnedBuffer(now_.bytes, at_->device);
   copy_bytes(here_.as<void>(), {}, there_, at_->device, now_.bytes, copies_);
   copied_.record(copies_);
   sent_ = now_;

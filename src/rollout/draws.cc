@@ -71,7 +71,7 @@ void Draws::launch(std::span<const Wanted> wanted, TensorView<const float, 2> lo
   if (!on_host_.empty()) {
     const std::int64_t bytes = vocabulary * std::int64_t{sizeof(float)};
     const std::int64_t all = bytes * std::ssize(on_host_);
-    if (rows_.bytes() < all) rows_ = PinnedBuffer(all);
+    if (rows_.bytes() < all) rows_ = PinnedBuffer(all, at_->device);
     for (std::size_t i = 0; i < on_host_.size(); ++i) {
       copy_bytes(rows_.as<>() + static_cast<std::int64_t>(i) * bytes, {},
                  logits.data + static_cast<std::int64_t>(on_host_[i]) * logits.stride[0],
@@ -100,7 +100,7 @@ void Draws::launch(std::span<const Wanted> wanted, TensorView<const float, 2> lo
                    .workspace = {static_cast<std::byte*>(workspace_.take(scratch)),
                                  static_cast<std::size_t>(scratch)}},
                   at_->stream);
-  if (fetched_.bytes() < bytes) fetched_ = PinnedBuffer(bytes);
+  if (fetched_.bytes() < bytes) fetched_ = PinnedBuffer(bytes, at_->device);
   copy_bytes(fetched_.as<void>(), {}, tokens, at_->device, bytes, at_->stream);
 }
 

@@ -209,7 +209,7 @@ bool KvCache::make_slots() {
   const std::int64_t made = std::ssize(slots_);
   const std::int64_t more = std::min(kSlabSlots, host_count_ - made);
   if (more <= 0) return false;
-  std::byte* const slab = host_.emplace_back(more * page_bytes_).as<>();
+  std::byte* const slab = host_.emplace_back(more * page_bytes_, device_).as<>();
   for (std::int64_t i = 0; i < more; ++i) slots_.push_back(slab + i * page_bytes_);
   for (std::int64_t i = more; i-- > 0;) free_host_.push_back(static_cast<std::int32_t>(made + i));
   return true;
@@ -276,7 +276,7 @@ void KvCache::exchange(Page leaves, Page comes) {
   Entry& in = at(comes);
   if (spare_ < 0) {
     spare_ = static_cast<std::int32_t>(slots_.size());
-    slots_.push_back(host_.emplace_back(page_bytes_).as<>());
+    slots_.push_back(host_.emplace_back(page_bytes_, device_).as<>());
   }
   to_host(out.frame, spare_);
   to_frame(in.host, out.frame);
@@ -298,7 +298,7 @@ std::int64_t KvCache::pages_at_once() const {
 std::span<const std::byte* const> KvCache::read(std::span<const std::byte* const> pages) {
   if (device_.kind == Device::Kind::kCpu) return pages;
   assert(std::ssize(pages) <= pages_at_once());
-  if (staging_.bytes() == 0) staging_ = PinnedBuffer(pages_at_once() * page_bytes_);
+  if (staging_.bytes() == 0) staging_ = PinnedBuffer(pages_at_once() * page_bytes_, device_);
   const std::byte* const end = pool_.as<>() + pool_.bytes();
   const auto on_device = [&](const std::byte* page) { return page >= pool_.as<>() && page < end; };
   staged_.assign(pages.begin(), pages.end());

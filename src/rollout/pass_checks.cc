@@ -22,7 +22,10 @@ const char* name_of(std::int32_t check) {
 }  // namespace
 
 PassChecks::PassChecks(std::int32_t layers, Workplace& at)
-    : layers_(layers), at_(&at), cells_(at.device, bytes(), at.stream), fetched_(bytes()) {}
+    : layers_(layers),
+      at_(&at),
+      cells_(at.device, bytes(), at.stream),
+      fetched_(bytes(), at.device) {}
 
 void PassChecks::begin(const Pass& pass) {
   rows_ = static_cast<std::int32_t>(pass.asked_rows());

@@ -66,7 +66,7 @@ DeviceWeights::DeviceWeights(const Places& places, Device device, Stream stream)
     numbers = std::max(numbers, (rows + kPad - 1) / kPad * kPad * cols * 2);
     out = std::max(out, rows);
   }
-  for (Half& half : halves_) half = {PinnedBuffer(kHalfBytes), Event(device)};
+  for (Half& half : halves_) half = {PinnedBuffer(kHalfBytes, device), Event(device)};
   codes_ = Buffer(device, codes, stream);
   scales_ = Buffer(device, scales, stream);
   global_ = Buffer(device, sizeof(float), stream);
@@ -147,7 +147,7 @@ void DeviceWeights::upload(TensorView<const T, 2> from, void* to) {
     Half& half = halves_[next_half_];
     next_half_ = 1 - next_half_;
     half.read.wait();
-    if (half.memory.bytes() < row_bytes) half.memory = PinnedBuffer(row_bytes);
+    if (half.memory.bytes() < row_bytes) half.memory = PinnedBuffer(row_bytes, device_);
     std::int64_t bytes = 0;
     for (; row < from.shape[0] && bytes + row_bytes <= half.memory.bytes(); ++row) {
       std::memcpy(half.memory.as<>() + bytes, from.data + row * from.stride[0],

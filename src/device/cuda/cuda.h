@@ -16,8 +16,8 @@ DeviceMemory memory(std::int8_t index);
 /// nullptr where there is not so much memory.
 void* allocate(std::int8_t index, std::int64_t bytes, Stream stream);
 void release(std::int8_t index, void* data, Stream stream) noexcept;
-void* allocate_pinned(std::int64_t bytes);
-void release_pinned(void* data) noexcept;
+void* allocate_pinned(std::int8_t index, std::int64_t bytes);
+void release_pinned(std::int8_t index, void* data) noexcept;
 void copy(void* to, const void* from, std::int64_t bytes, std::int8_t index, Stream stream);
 void fill(void* to, std::uint8_t value, std::int64_t bytes, std::int8_t index, Stream stream);
 void synchronize(std::int8_t index, Stream stream);

@@ -65,7 +65,7 @@ cudaMemPool_t pool_of(std::int8_t index) {
 
 std::string why_unusable(std::int8_t index) {
   if (index != 0) return look(index);
-  static const std::string first = look(0);  // asked for at every allocation of pinned memory
+  static const std::string first = look(0);
   return first;
 }
 
@@ -107,13 +107,21 @@ void release(std::int8_t index, void* data, Stream stream) noexcept {
   if (before != index) cudaSetDevice(before);
 }
 
-void* allocate_pinned(std::int64_t bytes) {
+// Any device reads it; that of its owner is opened anyway, the first one may be another's.
+void* allocate_pinned(std::int8_t index, std::int64_t bytes) {
+  const OnDevice scope(index);
   void* data = nullptr;
   require(cudaMallocHost(&data, static_cast<std::size_t>(bytes)), "cudaMallocHost");
   return data;
 }
 
-void release_pinned(void* data) noexcept { cudaFreeHost(data); }
+void release_pinned(std::int8_t index, void* data) noexcept {
+  int before = 0;
+  cudaGetDevice(&before);
+  if (before != index) cudaSetDevice(index);
+  cudaFreeHost(data);
+  if (before != index) cudaSetDevice(before);
+}
 
 void copy(void* to, const void* from, std::int64_t bytes, std::int8_t index, Stream stream) {
   const OnDevice scope(index);
