@@ -16,6 +16,7 @@ namespace lockstep::cuda {
 inline void require(cudaError_t status, const char* call,
                     std::source_location where = std::source_location::current()) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // it is told here; the next launch must not be blamed for it
   throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"}),
               where);
 }
