@@ -92,13 +92,6 @@ ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& option
   const std::vector<std::uint8_t>& groups = agreement_.contract.residual_groups;
   groups_ = Buffer(at.device, std::ssize(groups), at.stream);
   copy_bytes(groups_.as<void>(), at.device, groups.data(), {}, groups_.bytes(), at.stream);
-  if (!at.on_cuda()) return;
-  counters_ = Buffer(at.device,
-                     4 * kernels::moe_w4a4_counters(kOneOpRows, slots_, agreement.model.num_experts,
-                                                    agreement.model.hidden),
-                     at.stream);
-  fill_bytes(counters_.as<void>(), at.device, 0, counters_.bytes(), at.stream);
-  synchronize(at.device, at.stream);
 }
 
 bool ForwardExperts::quantizes(Layer layer) const {
@@ -174,8 +167,7 @@ void ForwardExperts::one_op(const Pass& pass, Layer layer, const LayerWeights& w
                      .w2_in = w2_in,
                      .y = down_.view(items, d_),
                      .out = out,
-                     .bad = bad,
-                     .counters = counters_.as<std::int32_t>()},
+                     .bad = bad},
                     at_->stream);
   capture.activations(pass, layer, Site::kW2In, {}, w2_in);
 }

@@ -109,7 +109,6 @@ class ForwardExperts {
   Rows2d<std::int32_t> chosen_, index_;
   Rows2d<Bf16> gathered_, w2_in_, dequantized_;
   CodeRows codes_, w2_codes_, residual_, halves_, residual_halves_;
-  Buffer counters_;  // of kernels::moe_w4a4()
 };
 
 }  // namespace lockstep::rollout

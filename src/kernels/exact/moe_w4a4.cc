@@ -86,8 +86,6 @@ void moe_w4a4_cpu(const MoeW4a4Args& args) {
 
 }  // namespace
 
-std::int64_t moe_w4a4_counters(std::int64_t, std::int64_t, std::int32_t, std::int32_t) { return 1; }
-
 void moe_w4a4(const MoeW4a4Args& args, Stream stream) {
   check(args);
   if (args.gates.shape[0] == 0 || args.gates.shape[1] == 0) return;

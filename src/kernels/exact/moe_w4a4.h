@@ -26,8 +26,6 @@ struct MoeW4a4Args {
   // Becomes the first row with an operand of W2 that is not finite, where that is lower than what
   // it holds; nullptr: nobody asks.
   std::int32_t* bad = nullptr;
-  // Not read: a CUDA device once counted here who came last.
-  std::int32_t* counters = nullptr;
 };
 
 /// up, w2_in, y and out as w4a4(), swiglu(), quantize() under one power of two a slot, w4a4() and
@@ -37,9 +35,5 @@ struct MoeW4a4Args {
 void moe_w4a4(const MoeW4a4Args& args, Stream stream = {});
 
 inline constexpr std::int64_t kMoeMostWidth = 4096;
-
-/// int32 numbers that `counters` would hold: one.
-std::int64_t moe_w4a4_counters(std::int64_t rows, std::int64_t slots, std::int32_t experts,
-                               std::int32_t hidden);
 
 }  // namespace lockstep::kernels

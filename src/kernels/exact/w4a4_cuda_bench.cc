@@ -185,8 +185,6 @@ void decode(cuda::Bench& bench, std::int64_t tokens) {
   const Buffer global(device, items * 4);
   const Buffer y(device, items * kHidden * 4);
   const Buffer out(device, tokens * kHidden * 2);
-  const Buffer counters(device, 4 * moe_w4a4_counters(tokens, kSlots, kExperts, kHidden));
-  fill_bytes(counters.as<void>(), device, 0, counters.bytes());
   cuda::BenchCase one;
   one.name = "moe w4a4, both products";
   one.size = cat({"B ", tokens, ", ", routes.active, " experts"});
@@ -208,8 +206,7 @@ void decode(cuda::Bench& bench, std::int64_t tokens) {
                         {scales.as<std::uint8_t>(), {items, kWidth / 16}, {kWidth / 16, 1}, device},
                         {global.as<float>(), {items}, {1}, device}},
               .y = {y.as<float>(), {items, kHidden}, {kHidden, 1}, device},
-              .out = {out.as<Bf16>(), {tokens, kHidden}, {kHidden, 1}, device},
-              .counters = counters.as<std::int32_t>()},
+              .out = {out.as<Bf16>(), {tokens, kHidden}, {kHidden, 1}, device}},
              stream);
   };
   bench.run(one);
