@@ -498,7 +498,7 @@ void launch_middle(const Params& p, int tiles, Stream stream) {
   const dim3 grid(static_cast<unsigned>(is_long ? outs : outs * kSegments),
                   static_cast<unsigned>(tiles));
   kernel<<<grid, kMiddleThreads, kBytes, cuda::stream_of(stream)>>>(p);
-  cuda::require_launch("middle_kernel");
+  cuda::require_launch(is_long ? "long_kernel" : "middle_kernel");
 }
 
 /// No more tiles than these, whatever the groups are.
