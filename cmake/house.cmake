@@ -104,7 +104,7 @@ endfunction()
 
 # Every x_cuda_bench.cc in one program, since what a card can do is measured once for all.
 function(lockstep_cuda_bench)
-  file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/*_cuda_bench.cc)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/*_cuda_bench.cc tools/bench/*_cuda_bench.cc)
   add_executable(cuda_bench tools/bench/cuda_bench.cc ${sources})
   target_link_libraries(cuda_bench PRIVATE ${ARGN})
 endfunction()
