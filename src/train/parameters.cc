@@ -299,9 +299,12 @@ namespace {
 
 class MastersSource final : public WeightSource {
  public:
-  explicit MastersSource(const Parameters& parameters) : parameters_(parameters) {}
+  MastersSource(const Parameters& parameters, std::function<Stream()> order)
+      : parameters_(parameters), order_(std::move(order)) {}
 
   void each(const std::function<void(const Weight&)>& visit) const override {
+    // Who visits may read on a stream of its own.
+    synchronize(parameters_.device(), order_ ? order_() : Stream{});
     for (const Slot& slot : parameters_.slots()) {
       const float* data = parameters_.masters.data() + slot.offset;
       visit({slot.id, TensorView<const float, 2>{
@@ -311,6 +314,7 @@ class MastersSource final : public WeightSource {
 
  private:
   const Parameters& parameters_;
+  std::function<Stream()> order_;
 };
 
 class MastersSink final : public WeightSink {
@@ -397,8 +401,9 @@ class MastersSink final : public WeightSink {
 
 }  // namespace
 
-std::unique_ptr<WeightSource> masters_source(const Parameters& parameters) {
-  return std::make_unique<MastersSource>(parameters);
+std::unique_ptr<WeightSource> masters_source(const Parameters& parameters,
+                                             std::function<Stream()> order) {
+  return std::make_unique<MastersSource>(parameters, std::move(order));
 }
 
 std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed) {

@@ -126,8 +126,10 @@ class Parameters {
 };
 
 /// Masters as a source, which lie on the device, and what takes initial weights into them, in the
-/// order of torch's stream.
-std::unique_ptr<WeightSource> masters_source(const Parameters& parameters);
+/// order of torch's stream. `order` tells on which stream masters were written last; the source
+/// waits for it before it shows them. Empty: on the device's default stream.
+std::unique_ptr<WeightSource> masters_source(const Parameters& parameters,
+                                             std::function<Stream()> order = {});
 std::unique_ptr<WeightSink> masters_sink(Parameters& parameters, std::function<void()> committed);
 
 }  // namespace lockstep::train

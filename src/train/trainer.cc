@@ -75,7 +75,7 @@ struct Trainer::Impl {
         comm(c),
         parameters(a.model, numbers(a, q, o), device, ops::stream_on(device)),
         rope(a.model.max_positions, a.model.head_dim, a.model.rope_theta, device),
-        source(masters_source(parameters)),
+        source(masters_source(parameters, [this] { return stream(); })),
         sink(masters_sink(parameters, [this] { restart(); })) {
     const std::int64_t fit = device.kind == Device::Kind::kCpu
                                  ? kMaxLaneNumbers / std::max<std::int64_t>(parameters.size(), 1)
