@@ -105,6 +105,41 @@ instruments::Diff places(const DecomposeArgs& args, const Subject& subject, cons
                            {.contract = preset == "bf16" ? "lockstep" : preset});
 }
 
+/// Where engine and trainer leave each other, printed, and its figures into `out`.
+void compare_places(const DecomposeArgs& args, const Subject& subject, const Scratch& scratch,
+                    const std::vector<data::Prompt>& prompts, const std::vector<Trajectory>& batch,
+                    nlohmann::json& out) {
+  LinesOut answers(scratch.file("answers.jsonl"));
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    answers.line(
+        answer_line(subject, prompts[i / static_cast<std::size_t>(args.samples)], batch[i], 0));
+  }
+  answers.commit();
+  const instruments::Diff replayed = places(args, subject, scratch, true);
+  print("\nThe trainer as its arm has it, against the rollout:\n\n" +
+        instruments::to_text(replayed));
+  out["places"] = nlohmann::json::parse(instruments::to_json(replayed));
+  const Guide& guide = subject.agreement.guide;
+  if (!guide.replay_experts || guide.sites.has(Site::kW2In)) return;
+  const instruments::Diff alone = places(args, subject, scratch, false);
+  print("\nRoutes with replay off:\n\n" + instruments::routes_to_text(alone));
+  for (const instruments::RouteDiff& r : alone.routes) {
+    out["metrics"][cat({"fp4/decomposition_routes/mismatch_frac/layer_", r.layer.value})] =
+        static_cast<double>(r.slots_mismatched) /
+        static_cast<double>(std::max<std::int64_t>(r.slots, 1));
+  }
+}
+
+/// What --json names; else a file beside a run's metrics, where report finds it; else none.
+fs::path figures_file(const DecomposeArgs& args) {
+  const fs::path run = args.subject;
+  if (args.json.empty() && args.assignments.empty() && args.model.empty() &&
+      fs::exists(run / "metrics.jsonl")) {
+    return run / "decomposition.json";
+  }
+  return args.json;
+}
+
 }  // namespace
 
 int decompose(const DecomposeArgs& args) {
@@ -138,34 +173,8 @@ int decompose(const DecomposeArgs& args) {
   nlohmann::json out;
   out["metrics"] = nlohmann::json::object();
   for (const auto& [name, value] : instruments::metrics_of(gaps)) out["metrics"][name] = value;
-  if (args.places) {
-    LinesOut answers(scratch->file("answers.jsonl"));
-    for (std::size_t i = 0; i < batch.size(); ++i) {
-      answers.line(
-          answer_line(subject, prompts[i / static_cast<std::size_t>(args.samples)], batch[i], 0));
-    }
-    answers.commit();
-    const instruments::Diff replayed = places(args, subject, *scratch, true);
-    print("\nThe trainer as its arm has it, against the rollout:\n\n" +
-          instruments::to_text(replayed));
-    out["places"] = nlohmann::json::parse(instruments::to_json(replayed));
-    if (subject.agreement.guide.replay_experts && !subject.agreement.guide.sites.has(Site::kW2In)) {
-      const instruments::Diff alone = places(args, subject, *scratch, false);
-      print("\nRoutes with replay off:\n\n" + instruments::routes_to_text(alone));
-      for (const instruments::RouteDiff& r : alone.routes) {
-        out["metrics"][cat({"fp4/decomposition_routes/mismatch_frac/layer_", r.layer.value})] =
-            static_cast<double>(r.slots_mismatched) /
-            static_cast<double>(std::max<std::int64_t>(r.slots, 1));
-      }
-    }
-  }
-  // Beside a run's metrics, where report finds it.
-  const fs::path run = args.subject;
-  fs::path file = args.json;
-  if (file.empty() && args.assignments.empty() && args.model.empty() &&
-      fs::exists(run / "metrics.jsonl")) {
-    file = run / "decomposition.json";
-  }
+  if (args.places) compare_places(args, subject, *scratch, prompts, batch, out);
+  const fs::path file = figures_file(args);
   if (!file.empty()) {
     write_text(file, out.dump(2) + "\n");
     print(cat({"\nFigures: ", file.string(), "\n"}));
