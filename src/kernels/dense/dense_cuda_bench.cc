@@ -29,10 +29,49 @@ struct Matrices {
   }
 };
 
+void rope_with_norm(Bench& bench, std::int64_t rows, int sets, const Buffer& weight) {
+  constexpr std::int32_t kDim = 128;
+  const Matrices heads(bench, rows, 36 * kDim, sets, 4);
+  std::vector<std::int32_t> positions;
+  for (std::int64_t i = 0; i < rows; ++i) positions.push_back(static_cast<std::int32_t>(i % 4096));
+  const Buffer at = to_device(positions, bench.device());
+  RopeTable table(1e6, kDim, bench.device());
+  table.grow(4096);
+  bench.run({.name = "rope with norm",
+             .size = cat({"rows=", rows}),
+             .bytes = static_cast<double>(rows) * 36 * kDim * 4,
+             .sets = sets,
+             .launch = [&](int set, Stream stream) {
+               rope({.x = heads.at(set),
+                     .head_dim = kDim,
+                     .positions = {at.as<const std::int32_t>(), positions.size()},
+                     .table = &table,
+                     .norm = {weight.as<const Bf16>(), kDim}},
+                    stream);
+             }});
+}
+
+void routes(Bench& bench, std::int64_t rows) {
+  std::vector<float> logits(static_cast<std::size_t>(rows * 128));
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = static_cast<float>(i * 2654435761u % 65536) * 0x1p-14f;
+  }
+  const Buffer from = to_device(logits, bench.device());
+  const Buffer experts(bench.device(), rows * 32), gates(bench.device(), rows * 32);
+  bench.run({.name = "router",
+             .size = cat({"rows=", rows}),
+             .bytes = static_cast<double>(rows) * (128 * 4 + 64),
+             .launch = [&](int, Stream stream) {
+               router({.logits = rows_of(from.as<const float>(), rows, 128, bench.device()),
+                       .experts = rows_of(experts.as<std::int32_t>(), rows, 8, bench.device()),
+                       .gates = rows_of(gates.as<float>(), rows, 8, bench.device())},
+                      stream);
+             }});
+}
+
 void row_ops(Bench& bench) {
   bench.heading("between the products: width 2048, 36 heads of 128, 128 experts of which 8");
   constexpr std::int64_t kWidth = 2048;
-  constexpr std::int32_t kDim = 128;
   const auto weight = bench.normal_bf16(kWidth, 1);
   for (const std::int64_t rows : {64, 8192}) {
     const double bytes = static_cast<double>(rows * kWidth) * 2;
@@ -56,40 +95,8 @@ void row_ops(Bench& bench) {
                .launch = [&](int set, Stream stream) {
                  residual_add(x.at(set), y.at(set), bad.as<std::int32_t>(), stream);
                }});
-    const Matrices heads(bench, rows, 36 * kDim, sets, 4);
-    std::vector<std::int32_t> positions;
-    for (std::int64_t i = 0; i < rows; ++i)
-      positions.push_back(static_cast<std::int32_t>(i % 4096));
-    const Buffer at = to_device(positions, bench.device());
-    RopeTable table(1e6, kDim, bench.device());
-    table.grow(4096);
-    bench.run({.name = "rope with norm",
-               .size = size,
-               .bytes = static_cast<double>(rows) * 36 * kDim * 4,
-               .sets = sets,
-               .launch = [&](int set, Stream stream) {
-                 rope({.x = heads.at(set),
-                       .head_dim = kDim,
-                       .positions = {at.as<const std::int32_t>(), positions.size()},
-                       .table = &table,
-                       .norm = {weight.as<const Bf16>(), kDim}},
-                      stream);
-               }});
-    std::vector<float> logits(static_cast<std::size_t>(rows * 128));
-    for (std::size_t i = 0; i < logits.size(); ++i) {
-      logits[i] = static_cast<float>(i * 2654435761u % 65536) * 0x1p-14f;
-    }
-    const Buffer from = to_device(logits, bench.device());
-    const Buffer experts(bench.device(), rows * 32), gates(bench.device(), rows * 32);
-    bench.run({.name = "router",
-               .size = size,
-               .bytes = static_cast<double>(rows) * (128 * 4 + 64),
-               .launch = [&](int, Stream stream) {
-                 router({.logits = rows_of(from.as<const float>(), rows, 128, bench.device()),
-                         .experts = rows_of(experts.as<std::int32_t>(), rows, 8, bench.device()),
-                         .gates = rows_of(gates.as<float>(), rows, 8, bench.device())},
-                        stream);
-               }});
+    rope_with_norm(bench, rows, sets, weight);
+    routes(bench, rows);
   }
 }
 
