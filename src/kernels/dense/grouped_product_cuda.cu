@@ -22,9 +22,6 @@ constexpr int kDepth = 64;  // of K at a time: 128 bytes, as wide as the swizzle
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
-// Each warp says for itself that it is done with a stage: one that lagged two rounds of the stages
-// behind would wait for a parity that has come and gone.
-constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowBytes = kRows * kDepth * 2;
 constexpr int kColBytes = kCols * kDepth * 2;
 constexpr int kMostGroups = 1024;
@@ -49,6 +46,10 @@ struct Shared {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // wgmma is Hopper's alone; the host asks for it
+
+// Each warp says for itself that it is done with a stage: one that lagged two rounds of the stages
+// behind would wait for a parity that has come and gone.
+constexpr int kConsumerWarps = 4 * kConsumers;
 
 __device__ std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
