@@ -6,6 +6,16 @@
 #   main.cc     the program         x_fuzz.cc   an executable x_fuzz of its own
 # The suffix decides, so CPU and CUDA builds share one rule and there is no list to keep.
 
+# A third of the time to compile a test goes into optimizing it, under sanitizers half, and it is not
+# got back but where the loops stand in the tests themselves.
+function(lockstep_test_options target)
+  set(level -O1)
+  if(LOCKSTEP_SANITIZE AND NOT target MATCHES "^(numerics|kernels)_test$")
+    set(level -O0)
+  endif()
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${level}>)
+endfunction()
+
 function(lockstep_folder name)
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/${name}/*.cc)
   set(tests ${sources})
@@ -44,6 +54,7 @@ function(lockstep_folder name)
   if(tests)
     add_executable(${name}_test ${tests})
     target_link_libraries(${name}_test PRIVATE ${name} GTest::gtest_main)
+    lockstep_test_options(${name}_test)
     gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST TEST_PREFIX "${LOCKSTEP_TEST_PREFIX}"
                          WORKING_DIRECTORY ${PROJECT_SOURCE_DIR} PROPERTIES TIMEOUT 600)
   endif()
@@ -122,6 +133,7 @@ function(lockstep_tests)
     endif()
     add_executable(${name} ${source})
     target_link_libraries(${name} PRIVATE ${ARGN} GTest::gtest_main)
+    lockstep_test_options(${name})
     # Tests with Nightly in their names are for ./lockstep test --all.
     gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
                          TEST_FILTER "-*Nightly*" PROPERTIES TIMEOUT 900)
