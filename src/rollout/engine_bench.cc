@@ -12,19 +12,6 @@
 namespace lockstep::rollout {
 namespace {
 
-/// Takes everything and keeps nothing: what a sink costs is the store's to measure.
-class Discard final : public TraceSink {
- public:
-  void open(const Span&, ContractId) override {}
-  bool admits(std::int64_t) const override { return true; }
-  void append(std::span<const TokenKey>, Rows<const std::byte> rows) override {
-    bytes += static_cast<std::int64_t>(rows.bytes.size());
-  }
-  void truncate(SpanId, std::int32_t) override {}
-  void seal(SpanId) override {}
-  std::int64_t bytes = 0;
-};
-
 /// About the size of the checkpoint in models/tiny-moe.
 ModelConfig tiny() {
   return {.num_layers = 6,
@@ -55,7 +42,7 @@ Agreement agreement(bool fp4) {
 void decode(benchmark::State& state) {
   const Agreement a = agreement(state.range(1) != 0);
   const std::unique_ptr<Comm> comm = Comm::single();
-  Discard sink;
+  fixture::Discard sink;
   Engine engine(a, {}, Device{}, state.range(2) != 0 ? &sink : nullptr, *comm);
   fixture::load(engine.weights(), fixture::random_weights(a, 1), a.contract);
   std::int64_t prompt = 0;

@@ -11,19 +11,6 @@
 namespace lockstep::rollout {
 namespace {
 
-/// Takes everything and keeps nothing.
-class Discard final : public TraceSink {
- public:
-  void open(const Span&, ContractId) override {}
-  bool admits(std::int64_t) const override { return true; }
-  void append(std::span<const TokenKey>, Rows<const std::byte> rows) override {
-    bytes += static_cast<std::int64_t>(rows.bytes.size());
-  }
-  void truncate(SpanId, std::int32_t) override {}
-  void seal(SpanId) override {}
-  std::int64_t bytes = 0;
-};
-
 /// models/arith-20m.
 ModelConfig small() {
   return {.num_layers = 8,
@@ -55,7 +42,7 @@ std::vector<Request> requests(std::int64_t first) {
 
 void rollout_of(cuda::Bench& bench, const char* name, Agreement agreement, bool captured) {
   const std::unique_ptr<Comm> comm = Comm::single();
-  Discard sink;
+  fixture::Discard sink;
   Options options;
   options.cache_bytes = 1ll << 31;
   options.tokens_per_pass = 8192;

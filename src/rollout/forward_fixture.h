@@ -12,10 +12,24 @@
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
+#include "record/trace.h"
 #include "rollout/capture.h"
 #include "rollout/forward.h"
 
 namespace lockstep::rollout::fixture {
+
+/// Takes everything and keeps nothing: what a sink costs is the store's to measure.
+class Discard final : public TraceSink {
+ public:
+  void open(const Span&, ContractId) override {}
+  bool admits(std::int64_t) const override { return true; }
+  void append(std::span<const TokenKey>, Rows<const std::byte> rows) override {
+    bytes += static_cast<std::int64_t>(rows.bytes.size());
+  }
+  void truncate(SpanId, std::int32_t) override {}
+  void seal(SpanId) override {}
+  std::int64_t bytes = 0;
+};
 
 /// Where runners, caches and rigs lie: the CPU but in tests of OnDevice.
 inline Device& device_under_test() {

@@ -4,6 +4,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "kernels/exact/block_sum_cuda.h"
 #include "kernels/exact/code_flips.h"
 #include "kernels/exact/quantize_weights_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
@@ -70,26 +71,6 @@ __global__ void __launch_bounds__(kThreads) weight_amax_kernel(const __grid_cons
   if (threadIdx.x % 32 == 0) atomicMax(w.amax, bits);
 }
 
-struct Pair {
-  double error = 0, norm = 0;
-};
-
-__device__ Pair block_sum(Pair mine) {
-  __shared__ Pair shared[kThreads / 32];
-  for (int half = 16; half > 0; half /= 2) {
-    mine.error += __shfl_down_sync(0xFFFFFFFFu, mine.error, half);
-    mine.norm += __shfl_down_sync(0xFFFFFFFFu, mine.norm, half);
-  }
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = mine;
-  __syncthreads();
-  Pair sum;
-  for (const Pair& part : shared) {
-    sum.error += part.error;
-    sum.norm += part.norm;
-  }
-  return sum;
-}
-
 /// Sixteen numbers a thread. As quantize_lane_kernel() has it.
 __global__ void __launch_bounds__(kThreads) weight_codes_kernel(const __grid_constant__ Weights p) {
   const One& w = p.of[blockIdx.y];
@@ -147,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) weight_codes_kernel(const __grid_con
     w.scales[i] = static_cast<std::uint8_t>(finite ? byte : 0u);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *w.global = power_of_two(n);
-  const Pair sum = block_sum(mine);
+  const Pair sum = block_sum<kThreads>(mine);
   if (threadIdx.x != 0) return;
   double* const part = p.parts + 2 * (std::int64_t{blockIdx.y} * kSumBlocks + blockIdx.x);
   const double square = static_cast<double>(power_of_two(n)) * power_of_two(n);
@@ -162,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     mine.error += parts[2 * i];
     mine.norm += parts[2 * i + 1];
   }
-  const Pair sum = block_sum(mine);
+  const Pair sum = block_sum<kThreads>(mine);
   if (threadIdx.x != 0) return;
   sums[0] += sum.error;
   sums[1] += sum.norm;

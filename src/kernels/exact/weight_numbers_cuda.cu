@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "device/cuda/check.h"
+#include "kernels/exact/block_sum_cuda.h"
 #include "kernels/exact/weight_numbers_cuda.h"
 #include "numerics/bf16.h"
 
@@ -30,27 +31,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct Pair {
-  double error = 0, norm = 0;
-};
-
-/// Of all threads of the block, for thread 0.
-__device__ Pair block_sum(Pair mine) {
-  __shared__ Pair parts[kThreads / 32];
-  for (int half = 16; half > 0; half /= 2) {
-    mine.error += __shfl_down_sync(0xFFFFFFFFu, mine.error, half);
-    mine.norm += __shfl_down_sync(0xFFFFFFFFu, mine.norm, half);
-  }
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
-  __syncthreads();
-  Pair sum;
-  for (const Pair& part : parts) {
-    sum.error += part.error;
-    sum.norm += part.norm;
-  }
-  return sum;
-}
-
 __global__ void __launch_bounds__(kThreads)
     error_parts_kernel(const __grid_constant__ Params<const float> p, double* parts) {
   Pair mine;
@@ -62,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
       mine.norm += value * value;
     }
   }
-  const Pair sum = block_sum(mine);
+  const Pair sum = block_sum<kThreads>(mine);
   if (threadIdx.x != 0) return;
   parts[2 * blockIdx.x] = sum.error;
   parts[2 * blockIdx.x + 1] = sum.norm;
@@ -74,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) error_sum_kernel(double* sums, int c
     mine.error += sums[2 + 2 * i];
     mine.norm += sums[3 + 2 * i];
   }
-  const Pair sum = block_sum(mine);
+  const Pair sum = block_sum<kThreads>(mine);
   if (threadIdx.x != 0) return;
   sums[0] += sum.error;
   sums[1] += sum.norm;
