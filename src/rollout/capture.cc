@@ -54,8 +54,10 @@ struct Capture::Impl {
   bool reads_pages(std::span<const LayerKv> layers) const;
   void append_pages(std::span<const TokenKey> keys, std::span<const std::byte* const> pages,
                     std::span<const LayerKv> layers);
-  void append_kv(std::span<const TokenKey> of, std::span<const std::byte* const> cache_rows,
-                 Place place, Encoding encoding);
+  void append_rows(std::span<const TokenKey> of, std::span<const std::byte* const> cache_rows,
+                   Place place, Encoding encoding);
+  void append_kv(std::span<const Held> spans, KvCache& cache);
+  void give_up(const Span& span);
 };
 
 Capture::Capture(const Agreement& agreement, TraceSink* sink, bool bf16, Device device,
@@ -166,6 +168,8 @@ void Capture::flush() {
   if (impl_->there) impl_->there->flush(impl_->writer);
 }
 
+bool Capture::holds() const { return impl_->there && impl_->there->holds(); }
+
 void Capture::drop() {
   if (impl_->there) impl_->there->drop();
 }
@@ -176,9 +180,9 @@ std::array<std::int64_t, 3> Capture::shape() const {
   return {impl_->kept.empty() ? 0 : 1 + numbers, impl_->there->gathered(), impl_->at.moves};
 }
 
-void Capture::Impl::append_kv(std::span<const TokenKey> of,
-                              std::span<const std::byte* const> cache_rows, Place place,
-                              Encoding encoding) {
+void Capture::Impl::append_rows(std::span<const TokenKey> of,
+                                std::span<const std::byte* const> cache_rows, Place place,
+                                Encoding encoding) {
   const RowLayout layout = agreement.layout(place, encoding);
   const bool wide = agreement.rule(place.site).is_wide();
   const auto width = static_cast<std::size_t>(layout.bytes());
@@ -230,18 +234,38 @@ void Capture::Impl::append_pages(std::span<const TokenKey> keys,
       if (!kv.rule.quantizes()) continue;
       if (const Encoding kept = agreement.encoding(place); kept != Encoding::kNone) {
         locate(keys, pages, kv);
-        append_kv(keys, rows, place, kept);
+        append_rows(keys, rows, place, kept);
       }
       if (audit_keys.empty() || !audits(place)) continue;
       locate(audit_keys, audit_pages, kv);
-      append_kv(audit_keys, rows, place, Encoding::kCodes);
+      append_rows(audit_keys, rows, place, Encoding::kCodes);
     }
   }
 }
 
 void Capture::close(std::span<const Held> spans, KvCache& cache) {
-  if (impl_->sink == nullptr) return;
-  flush();
+  if (impl_->sink == nullptr || spans.empty()) return;
+  std::size_t sealed = 0;
+  try {
+    flush();
+    impl_->append_kv(spans, cache);
+    for (; sealed < spans.size(); ++sealed) impl_->sink->seal(spans[sealed].span.id);
+  } catch (...) {
+    for (; sealed < spans.size(); ++sealed) impl_->give_up(spans[sealed].span);
+    throw;
+  }
+}
+
+/// A span without its records, and closed: what asks for them is told that they are absent.
+void Capture::Impl::give_up(const Span& span) {
+  try {
+    sink->truncate(span.id, span.first);
+    sink->seal(span.id);
+  } catch (...) {  // a sink that takes nothing more: what stopped the pass is what to tell
+  }
+}
+
+void Capture::Impl::append_kv(std::span<const Held> spans, KvCache& cache) {
   std::vector<TokenKey> keys;
   std::vector<std::size_t> page_of;  // of each key, in `wanted`
   std::vector<const std::byte*> wanted, pages;
@@ -250,12 +274,12 @@ void Capture::close(std::span<const Held> spans, KvCache& cache) {
     const std::span<const std::byte* const> there = cache.read(wanted);
     pages.resize(keys.size());
     for (std::size_t i = 0; i < keys.size(); ++i) pages[i] = there[page_of[i]];
-    impl_->append_pages(keys, pages, cache.layers());
+    append_pages(keys, pages, cache.layers());
     keys.clear();
     page_of.clear();
     wanted.clear();
   };
-  const bool reads = impl_->reads_pages(cache.layers());
+  const bool reads = reads_pages(cache.layers());
   for (const Held& held : spans) {
     for (std::int32_t i = 0; reads && i < held.span.count; ++i) {
       const TokenKey key = {held.span.id, held.span.first + i};
@@ -268,7 +292,6 @@ void Capture::close(std::span<const Held> spans, KvCache& cache) {
     }
   }
   leave();
-  for (const Held& held : spans) impl_->sink->seal(held.span.id);
 }
 
 }  // namespace lockstep::rollout

@@ -19,8 +19,9 @@ class KvCache;
 /// Takes what a pass reveals to the TraceSink: routes and activation records while it runs. K and V
 /// are read from the pages when a sequence is released.
 ///
-/// On a CUDA device the rows of a pass stay there until send(), are copied beside the next pass,
-/// and come to the sink with flush(), or close(), which waits for the copy.
+/// On a CUDA device the rows of a pass stay there until send(), are copied beside what follows, and
+/// come to the sink with flush(), while the next pass runs. Spans are cut off, given up or sealed
+/// behind it alone: it comes before the first of them, and close() of some begins with it.
 class Capture {
  public:
   /// A null sink captures nothing. `bf16`: numbers() are wanted. Passes run on `device` in the
@@ -57,8 +58,11 @@ class Capture {
 
   /// The pass has been given: its rows go to the host once it is done. On a CPU they are there.
   void send();
-  /// Hands what was sent to the sink, waiting for it.
+  /// Hands what was sent to the sink, waiting for it. Where that throws, the sink may have some of
+  /// the pass, and the rest is forgotten: cut its spans off before it.
   void flush();
+  /// Would flush() have something to hand on?
+  bool holds() const;
   /// Forgets the rows of the pass that begin() began: it failed.
   void drop();
   /// On a CUDA device: what the work that it gave for a pass depends on beside the number of rows.
@@ -73,7 +77,8 @@ class Capture {
   };
 
   /// Leaves the K and V records of finished spans, all at once or as many pages as the cache lets
-  /// the host read at once, and seals them.
+  /// the host read at once, and seals them. Of no spans it does nothing. Where it throws, those
+  /// that were not sealed yet are sealed without any record.
   void close(std::span<const Held> spans, KvCache& cache);
 
  private:

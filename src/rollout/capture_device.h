@@ -40,6 +40,8 @@ class DeviceCapture {
   void send();
   /// Waits for what was sent and puts it into the sink.
   void flush(RowWriter& writer);
+  /// Was a pass sent that has not come to the sink?
+  bool holds() const { return underway_; }
   /// Forgets the pass that was begun last.
   void drop();
 

@@ -35,6 +35,13 @@ struct Top {
   std::span<const float> logp;
 };
 
+/// What a pass did to one sequence.
+struct Advance {
+  Order order;
+  std::int32_t rows = 0;
+  bool drew = false;  // a token
+};
+
 struct Counts {
   std::int64_t tokens = 0;
   std::int64_t prompt_tokens = 0;
@@ -88,7 +95,15 @@ struct Engine::Impl {
   void run(const std::vector<Chunk>& chunks);
   Pass build(const std::vector<Chunk>& chunks, std::vector<Wanted>& wanted);
   void open_spans(const std::vector<Chunk>& chunks);
-  Drawn compute(const Pass& pass, const std::vector<Wanted>& wanted);
+  void cut(const Sequence& s);
+  Drawn compute(const std::vector<Chunk>& chunks, const Pass& pass,
+                const std::vector<Wanted>& wanted);
+  bool ends_spans(const std::vector<Chunk>& chunks, const std::vector<Wanted>& wanted,
+                  const Drawn& drawn) const;
+  bool is_stop(Token token) const;
+  void advance(const std::vector<Chunk>& chunks, const Pass& pass);
+  void hand_over();
+  void take_back();
   void take(const Wanted& wanted, const Drawn& drawn, std::vector<Capture::Held>& held);
   void add_token(Sequence& s, Choice choice, Top top, std::vector<Capture::Held>& held);
   void close_span(Sequence& s, std::vector<Capture::Held>& held);
@@ -119,6 +134,7 @@ struct Engine::Impl {
   std::vector<std::vector<std::int32_t>> tables{};  // of frames, of each sequence in the pass
   const std::vector<std::int32_t> spare{cache.spare_frame()};
   const bool fills_up = cache.spare_frame() >= 0 && options.residual_scope != ResidualScope::kBatch;
+  std::vector<Advance> unwritten{};  // of the last pass, while its records are on their way
   std::set<std::pair<PromptId, std::int32_t>> under_way{};  // prompts and samples that record
   std::vector<std::pair<Order, Trajectory>> finished{};
 };
@@ -243,14 +259,90 @@ Pass Engine::Impl::build(const std::vector<Chunk>& chunks, std::vector<Wanted>& 
 }
 
 /// Gives the pass and the draws from it to the device, hands on what the pass before left while
-/// they run, and waits.
-Drawn Engine::Impl::compute(const Pass& pass, const std::vector<Wanted>& wanted) {
+/// they run, and waits. What ends spans has its records in the sink when this returns.
+Drawn Engine::Impl::compute(const std::vector<Chunk>& chunks, const Pass& pass,
+                            const std::vector<Wanted>& wanted) {
   const TensorView<const float, 2> logits = forward.run(pass, cache.layers(), capture);
   draws.launch(wanted, logits);
-  capture.flush();
+  hand_over();
   capture.send();
   forward.finish();
-  return draws.take(wanted, logits);
+  Drawn drawn = draws.take(wanted, logits);
+  if (ends_spans(chunks, wanted, drawn)) capture.flush();
+  return drawn;
+}
+
+bool Engine::Impl::is_stop(Token token) const {
+  const std::vector<Token>& stops = agreement.model.stop_tokens;
+  return std::find(stops.begin(), stops.end(), token) != stops.end();
+}
+
+/// Is a span closed behind this pass?
+bool Engine::Impl::ends_spans(const std::vector<Chunk>& chunks, const std::vector<Wanted>& wanted,
+                              const Drawn& drawn) const {
+  const bool scored = std::any_of(chunks.begin(), chunks.end(), [](const Chunk& chunk) {
+    return chunk.sequence->kind == Sequence::Kind::kScored &&
+           chunk.sequence->remaining() == chunk.count;
+  });
+  return scored || std::any_of(wanted.begin(), wanted.end(), [&](const Wanted& w) {
+           const Sequence& s = *w.sequence;
+           if (s.kind == Sequence::Kind::kPrompt) return true;
+           return s.decodes() &&
+                  (s.size() + 1 == s.limit || is_stop(drawn.choices[w.first_choice].token));
+         });
+}
+
+/// The records of the pass before go to the sink. Where it refuses some, that pass has not
+/// happened: its sequences stand where they stood, and read and draw the same again.
+void Engine::Impl::hand_over() {
+  try {
+    capture.flush();
+  } catch (...) {
+    take_back();
+    throw;
+  }
+  unwritten.clear();
+  scheduler.unwritten = 0;
+}
+
+void Engine::Impl::take_back() {
+  scheduler.unwritten = 0;
+  const std::vector<Advance> done = std::exchange(unwritten, {});
+  for (const Advance& of : done) {
+    Sequence& s = *scheduler.active().at(of.order);
+    s.fed -= of.rows;
+    if (!s.decodes()) counts.prompt_tokens -= of.rows;
+    if (!of.drew) continue;
+    Trajectory& t = s.trajectory;
+    t.tokens.pop_back();
+    t.response_mask.pop_back();
+    t.rollout_logp.pop_back();
+    const auto top = static_cast<std::size_t>(t.sampling.top_logprobs);
+    t.top_tokens.resize(t.top_tokens.size() - top);
+    t.top_logp.resize(t.top_logp.size() - top);
+    --counts.tokens;
+  }
+  for (const Advance& of : done) cut(*scheduler.active().at(of.order));
+}
+
+/// The span under way ends again behind what was read.
+void Engine::Impl::cut(const Sequence& s) {
+  if (trace != nullptr && s.opened) trace->truncate(s.span->id, s.fed);
+}
+
+/// What was computed has been read.
+void Engine::Impl::advance(const std::vector<Chunk>& chunks, const Pass& pass) {
+  ++counts.passes;
+  counts.rows += pass.asked_rows();
+  counts.peak_frames = std::max(counts.peak_frames, cache.used_frames());
+  for (const Chunk& chunk : chunks) {
+    Sequence& s = *chunk.sequence;
+    s.fed += chunk.count;
+    if (!s.decodes()) counts.prompt_tokens += chunk.count;
+    if (!capture.holds()) continue;
+    unwritten.push_back({chunk.order, chunk.count, s.decodes() && s.remaining() == 0});
+    scheduler.unwritten += chunk.count;
+  }
 }
 
 void Engine::Impl::run(const std::vector<Chunk>& chunks) {
@@ -260,22 +352,13 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
   capture.begin(pass);
   Drawn drawn;
   try {
-    drawn = compute(pass, wanted);
+    drawn = compute(chunks, pass, wanted);
   } catch (...) {
     capture.drop();
-    for (const Chunk& chunk : chunks) {
-      const Sequence& s = *chunk.sequence;
-      if (trace != nullptr && s.opened) trace->truncate(s.span->id, s.fed);
-    }
+    for (const Chunk& chunk : chunks) cut(*chunk.sequence);
     throw;
   }
-  ++counts.passes;
-  counts.rows += pass.asked_rows();
-  counts.peak_frames = std::max(counts.peak_frames, cache.used_frames());
-  for (const Chunk& chunk : chunks) {
-    chunk.sequence->fed += chunk.count;
-    if (!chunk.sequence->decodes()) counts.prompt_tokens += chunk.count;
-  }
+  advance(chunks, pass);
   std::vector<Capture::Held> held;
   for (const Wanted& w : wanted) take(w, drawn, held);
   for (const Chunk& chunk : chunks) {
@@ -321,8 +404,7 @@ void Engine::Impl::add_token(Sequence& s, Choice choice, Top top,
   t.top_tokens.insert(t.top_tokens.end(), top.tokens.begin(), top.tokens.end());
   t.top_logp.insert(t.top_logp.end(), top.logp.begin(), top.logp.end());
   ++counts.tokens;
-  const std::vector<Token>& stops = agreement.model.stop_tokens;
-  if (std::find(stops.begin(), stops.end(), choice.token) != stops.end()) {
+  if (is_stop(choice.token)) {
     finish(s, Finish::kStop, held);
   } else if (s.size() == s.limit) {
     finish(s, Finish::kLength, held);
@@ -388,6 +470,7 @@ void Engine::Impl::Weights::begin(WeightVersion version, ContractId contract) {
     throw Error(cat({"weights come under contract ", contract.value, ", the engine runs ",
                      engine_.agreement.contract.id().value, ": build both from one agreement"}));
   }
+  engine_.hand_over();
   engine_.forward.weights().begin(version, contract);
   engine_.state = State::kLoading;
   coming_ = version;
@@ -403,7 +486,7 @@ std::vector<std::uint32_t> Engine::Impl::Weights::commit() {
 /// Nothing computed with older weights is handed on: samples that run keep their own past, whose
 /// records say what it was, and go on in new spans; prompts that are being read begin again.
 void Engine::Impl::new_weights(WeightVersion now) {
-  capture.flush();
+  assert(unwritten.empty() && "begin() handed it over");
   version = now;
   cache.forget();
   std::vector<Capture::Held> held;
@@ -465,7 +548,7 @@ void Engine::Impl::give_up(Sequence& prompt) {
 }
 
 std::vector<Trajectory> Engine::abort() {
-  impl_->capture.flush();
+  impl_->hand_over();
   std::vector<Capture::Held> held;
   while (!impl_->scheduler.active().empty()) {
     Sequence& s = *impl_->scheduler.active().begin()->second;

@@ -81,7 +81,11 @@ class Engine {
   void submit(Request request);
   bool idle() const;
 
-  /// Schedules, runs one pass, samples. Returns the trajectories that finished, spans sealed.
+  /// Schedules, runs one pass, samples. Returns the trajectories that finished, spans sealed. Where
+  /// the sink refuses records, Error comes through, and no sequence under way has been taken further
+  /// than its records: a later call reads and draws the same again. On a CUDA device that may be the
+  /// call after the one whose records they were; abort() and weights().begin() throw it too. Spans
+  /// that had just ended are sealed without any record.
   std::vector<Trajectory> step();
 
   /// Did the last step() run nothing because the record store has no room? What waits is admitted

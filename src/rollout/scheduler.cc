@@ -150,7 +150,7 @@ std::int64_t Scheduler::record_bytes(std::int64_t all, std::int64_t kv) const {
 
 /// What the sequences under way may still write.
 std::int64_t Scheduler::promised_bytes() const {
-  std::int64_t bytes = 0;
+  std::int64_t bytes = record_bytes(unwritten, 0);
   for (const auto& [order, s] : active_) {
     bytes +=
         record_bytes(s->most_fed() - s->fed, s->most_fed() - (s->span ? s->span->first : s->fed));

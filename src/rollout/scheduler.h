@@ -68,6 +68,7 @@ class Scheduler {
 
   std::int64_t preemptions = 0;  // since the engine last asked
   std::int64_t shared_pages = 0;
+  std::int64_t unwritten = 0;  // positions that were read, whose records the sink has yet to get
 
  private:
   struct Left {

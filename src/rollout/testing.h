@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <tuple>
 #include <vector>
 
+#include "base/error.h"
 #include "base/philox.h"
 #include "record/agreement.h"
 #include "record/trace.h"
@@ -28,7 +30,10 @@ class MemoryTrace final : public TraceSink {
   }
   bool admits(std::int64_t more) const override { return bytes() + more <= budget; }
   void append(std::span<const TokenKey> tokens, Rows<const std::byte> rows) override {
-    ++appends;
+    if (++appends == refuses_at) {
+      refused = rows.place.site;
+      throw Error("the sink refuses these rows");
+    }
     const auto width = static_cast<std::size_t>(rows.layout.bytes());
     ASSERT_EQ(rows.bytes.size(), tokens.size() * width);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -74,6 +79,8 @@ class MemoryTrace final : public TraceSink {
 
   std::int64_t budget = 1ll << 40;
   std::int64_t appends = 0;
+  std::int64_t refuses_at = -1;  // the append that throws
+  std::optional<Site> refused{};
 
  private:
   void forget(SpanId span, std::int32_t position) {
