@@ -1,5 +1,6 @@
 /// The rollout engine: paged FP4 KV cache, continuous batching, W4A4 experts, capture.
-/// Read in this order: engine.cc, scheduler.cc, kv_cache.cc, forward.cc, capture.cc.
+/// Read in this order: engine.cc, scheduler.cc, span_book.cc, kv_cache.cc, forward.cc, capture.cc;
+/// engine_life.cc is what happens between passes.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +73,8 @@ struct Request {
 /// One thread calls; work goes on inside. Results do not depend on what else is in the batch.
 class Engine {
  public:
-  /// `trace` may be null: an evaluation leaves no records. Throws Error naming what of agreement and
-  /// options the device has no kernel for, or why there is no such device.
+  /// `trace` may be null: an evaluation leaves no records. Throws Error naming what of agreement
+  /// and options the device has no kernel for, or why there is no such device.
   Engine(const Agreement& agreement, const Options& options, Device device, TraceSink* trace,
          Comm& comm);
   ~Engine();
@@ -82,10 +83,10 @@ class Engine {
   bool idle() const;
 
   /// Schedules, runs one pass, samples. Returns the trajectories that finished, spans sealed. Where
-  /// the sink refuses records, Error comes through, and no sequence under way has been taken further
-  /// than its records: a later call reads and draws the same again. On a CUDA device that may be the
-  /// call after the one whose records they were; abort() and weights().begin() throw it too. Spans
-  /// that had just ended are sealed without any record.
+  /// the sink refuses records, Error comes through, and no sequence under way has been taken
+  /// further than its records: a later call reads and draws the same again. On a CUDA device that
+  /// may be the call after the one whose records they were; abort() and weights().begin() throw it
+  /// too. Spans that had just ended are sealed without any record.
   std::vector<Trajectory> step();
 
   /// Did the last step() run nothing because the record store has no room? What waits is admitted
