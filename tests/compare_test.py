@@ -75,9 +75,12 @@ def test_R65_killed_comparison_goes_on(tmp_path):
     first = tmp_path / "b/run/naive/seed_1/metrics.jsonl"
     stamp = first.stat().st_mtime_ns
 
-    again = run(compare(tmp_path / "b"))
+    # Two at once give what one behind the other gives.
+    again = run([*compare(tmp_path / "b"), "--jobs", "2"])
     assert again.returncode == 0, again.stderr
     assert "have ended before and are not repeated" in again.stderr
+    assert "runs side by side: 2" in again.stderr
+    assert "scale, seed 2  step 3/3" in again.stderr
     assert first.stat().st_mtime_ns == stamp
     for arm in ["naive", "scale"]:
         for seed in ["seed_1", "seed_2"]:
@@ -128,6 +131,7 @@ def test_R65_killed_comparison_goes_on(tmp_path):
     (STUDY, ["--arms", "naive,trase"], ["trase", "trace"]),
     (STUDY, ["--arms", "naive,naive"], ["naive", "twice"]),
     (STUDY, ["--seeds", "0"], ["--seeds", "0"]),
+    (STUDY, ["--jobs", "0"], ["--jobs", "0"]),
     (STUDY, ["arm=naive"], ["--arms"]),
     (STUDY, ["trainer.lrr=1"], ["trainer.lrr", "trainer.lr"]),
     (STUDY, ["guide.layers=0,9"], ["layer 9"]),
@@ -148,15 +152,17 @@ def test_bad_comparison_is_refused_in_one_line(tmp_path, text, args, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_arm_that_stops_does_not_end_the_comparison(tmp_path):
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_arm_that_stops_does_not_end_the_comparison(tmp_path, jobs):
     # Somebody else holds the first run's folder.
     folder = tmp_path / "run/naive/seed_1"
     folder.mkdir(parents=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = run([*compare(tmp_path), "--seeds", "1", "schedule.steps=1"])
+        done = run([*compare(tmp_path), "--seeds", "1", "--jobs", jobs, "schedule.steps=1"])
     assert done.returncode == 1
     assert "naive, seed 1 stopped" in done.stderr.splitlines()[-1]
+    assert "another process" in done.stderr.splitlines()[-1]
     assert list(json.loads((tmp_path / "run/summary.json").read_text())["arms"]) == ["scale"]
     again = [*compare(tmp_path), "--seeds", "1", "--arms", "scale", "schedule.steps=1"]
     with open(tmp_path / "run/.lock", "w") as lock:
@@ -167,6 +173,30 @@ def test_arm_that_stops_does_not_end_the_comparison(tmp_path):
     (tmp_path / "run/scale/seed_1/metrics.jsonl").write_text("junk")
     done = run(again)
     assert done.returncode == 1 and "scale is left out" in done.stderr.splitlines()[-1]
+
+
+def test_runs_side_by_side_end_with_the_process_that_started_them(tmp_path):
+    process = subprocess.Popen(
+        list(map(str, [*compare(tmp_path), "--jobs", "2", "schedule.steps=200"])), env=ENV,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    runs = [tmp_path / "run" / arm / "seed_1" for arm in ["naive", "scale"]]
+    for _ in range(3000):
+        if all((run / "metrics.jsonl").exists() for run in runs):
+            break
+        time.sleep(0.02)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    for run in runs:  # what a run holds as long as it lives
+        with open(run / "lock", "w") as lock:
+            for _ in range(500):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+            else:
+                pytest.fail(f"{run} is still at work")
 
 
 def test_train_takes_a_variant(tmp_path):

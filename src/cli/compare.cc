@@ -14,6 +14,7 @@
 #include "cli/arms.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
+#include "cli/jobs.h"
 #include "cli/log.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
@@ -32,6 +33,8 @@ struct Cell {
   fs::path folder;
   double full_code_bytes = 0;
   bool ended = false;
+
+  std::string name() const { return arm + cat({", seed ", recipe.schedule.seed}); }
 };
 
 /// Refuses what could not run, and a folder in which a run of another recipe lies.
@@ -81,35 +84,65 @@ std::string time_text(double seconds) {
   return seconds < 90 ? cat({std::ceil(seconds), " s"}) : cat({std::ceil(seconds / 60), " min"});
 }
 
-/// The runs that are still to be done. Returns why some could not go on, a line each.
-std::vector<std::string> run_all(const std::vector<Cell>& cells) {
+/// One behind the other, in this process. Returns why some could not go on, a line each.
+std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
   std::vector<std::string> stopped;
-  const auto left =
-      std::count_if(cells.begin(), cells.end(), [](const Cell& c) { return !c.ended; });
-  if (const auto ended = std::ssize(cells) - left; ended > 0) {
-    info(cat({ended, " of ", cells.size(), " runs have ended before and are not repeated"}));
-  }
   const double began = seconds();
   std::int64_t done = 0;
-  for (const Cell& cell : cells) {
-    if (cell.ended) continue;
+  for (const Cell* cell : cells) {
     info("");
     const double each = (seconds() - began) / static_cast<double>(std::max<std::int64_t>(done, 1));
-    const std::string name = cell.arm + cat({", seed ", cell.recipe.schedule.seed});
-    info(cat({name, ", run ", done + 1, " of ", left,
-              done == 0
-                  ? std::string()
-                  : ", about " + time_text(each * static_cast<double>(left - done)) + " left"}));
+    const auto left = static_cast<double>(std::ssize(cells) - done);
+    info(cat({cell->name(), ", run ", done + 1, " of ", cells.size(),
+              done == 0 ? std::string() : ", about " + time_text(each * left) + " left"}));
     try {
-      run_shown(cell.recipe, cell.folder, name);
+      run_shown(cell->recipe, cell->folder, cell->name());
     } catch (const Error& error) {
       // An arm whose loss is no number any more is a finding; the others are still to be seen.
-      stopped.push_back(cat({name, " stopped: ", error.what()}));
+      stopped.push_back(cat({cell->name(), " stopped: ", error.what()}));
       warn(stopped.back());
     }
     ++done;
   }
   return stopped;
+}
+
+/// Several at once, each by this command with --cell, the run's place among all.
+std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const Cell* first,
+                                   const CompareArgs& args, const recipe::Comparison& comparison,
+                                   const fs::path& root) {
+  std::vector<Job> jobs;
+  for (const Cell* cell : cells) {
+    Job job{.name = cell->name(), .args = {"compare", args.recipe}};
+    job.args.insert(job.args.end(), args.assignments.begin(), args.assignments.end());
+    std::string arms;
+    for (const std::string& arm : comparison.arms) arms += (arms.empty() ? "" : ",") + arm;
+    for (const std::string& arg :
+         {std::string("--arms"), arms, std::string("--seeds"), cat({comparison.seeds}),
+          std::string("--run"), root.string() + "/", std::string("--cell"), cat({cell - first})}) {
+      job.args.push_back(arg);
+    }
+    jobs.push_back(std::move(job));
+  }
+  info(cat({"runs side by side: ", std::min<std::int64_t>(args.jobs, std::ssize(jobs))}));
+  const std::vector<std::string> failed = run_jobs(jobs, args.jobs);
+  std::vector<std::string> stopped;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    if (!failed[i].empty()) stopped.push_back(cat({jobs[i].name, " stopped: ", failed[i]}));
+  }
+  return stopped;
+}
+
+/// Those that are still to be done.
+std::vector<const Cell*> left_of(const std::vector<Cell>& cells) {
+  std::vector<const Cell*> left;
+  for (const Cell& cell : cells) {
+    if (!cell.ended) left.push_back(&cell);
+  }
+  if (const auto ended = std::ssize(cells) - std::ssize(left); ended > 0) {
+    info(cat({ended, " of ", cells.size(), " runs have ended before and are not repeated"}));
+  }
+  return left;
 }
 
 /// One process at a time: two would take the runs from each other. Held until the program ends.
@@ -180,6 +213,12 @@ int compare(const CompareArgs& args) {
   }
   const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
   const std::vector<Cell> cells = cells_of(comparison, root);
+  if (args.cell >= 0) {
+    if (args.cell >= std::ssize(cells)) throw Usage(cat({"there is no run ", args.cell}));
+    const Cell& cell = cells[static_cast<std::size_t>(args.cell)];
+    run_shown(cell.recipe, cell.folder, cell.name());
+    return 0;
+  }
   const recipe::Recipe& first = cells.front().recipe;
   info(cat({comparison.arms.size(), " arms x ", comparison.seeds, " seeds of ",
             first.schedule.steps, " steps of ", first.schedule.prompts_per_step, " prompts x ",
@@ -187,7 +226,10 @@ int compare(const CompareArgs& args) {
             root.string()}));
   on_interrupt_say("the same command goes on from here");
   lock(root);
-  std::vector<std::string> stopped = run_all(cells);
+  const std::vector<const Cell*> left = left_of(cells);
+  std::vector<std::string> stopped = args.jobs == 1 || left.size() < 2
+                                         ? run_here(left)
+                                         : run_apart(left, cells.data(), args, comparison, root);
 
   const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped);
   if (arms.empty()) throw Error("no run has done a step: " + stopped.front());

@@ -101,6 +101,12 @@ void add_compare(CLI::App& app, Chosen& chosen) {
   sub->add_option("--seeds", args->seeds, "how many; default: the recipe's compare.seeds")
       ->check(within(1, 1000));
   add_text(sub, "--run", args->run, "a name below runs/, or a path; default: the recipe's");
+  constexpr double kMostJobs = 256;
+  sub->add_option("--jobs", args->jobs,
+                  "how many runs at once, each a process of its own; several GPUs are shared out")
+      ->check(within(1, kMostJobs))
+      ->capture_default_str();
+  sub->add_option("--cell", args->cell)->group("");  // what compare starts its processes with
   sub->callback([&chosen, args] { chosen = [args] { return compare(*args); }; });
 }
 

@@ -29,7 +29,9 @@ struct CompareArgs {
   std::vector<std::string> arms;  // empty: the recipe's compare.arms
   std::int32_t seeds = 0;         // 0: the recipe's compare.seeds
   std::vector<std::string> assignments;
-  std::string run;  // a name below runs/ or a path; empty: the recipe's name
+  std::string run;         // a name below runs/ or a path; empty: the recipe's name
+  std::int32_t jobs = 1;   // how many runs at once, each in a process of its own
+  std::int32_t cell = -1;  // that run alone, for the process that started this one
 };
 int compare(const CompareArgs& args);
 

@@ -1,0 +1,20 @@
+/// This program's verbs in processes of their own, several at once.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+struct Job {
+  std::string name;               // stands before each line that the process writes to stderr
+  std::vector<std::string> args;  // behind the program's name
+};
+
+/// Runs all of them, at most `at_once` at a time, in order. The machine is shared out: each has its
+/// part of the threads (unless LOCKSTEP_THREADS says how many), and GPUs take turns where there are
+/// several. What they write to stdout is dropped. They end when this process does, however it ends.
+/// Returns for each why it failed, empty where it did not. Throws Error where none can be started.
+std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once);
+
+}  // namespace lockstep::cli
