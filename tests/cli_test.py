@@ -287,6 +287,11 @@ def test_a_recipe_is_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     refused(lockstep("train", tmp_path / "pipe"), 2, "pipe", "no regular file")
     refused(lockstep("verify", "/dev/null"), 2, "/dev/null", "no regular file")
+    for name in ["metrics.jsonl", "recipe.toml"]:  # of a run: nobody waits for who writes into it
+        run = tmp_path / name.replace(".", "_")
+        run.mkdir()
+        os.mkfifo(run / name)
+        refused(lockstep("inspect", run), 1, name, "cannot read")
 
 
 def test_a_folder_that_is_gone(tmp_path):

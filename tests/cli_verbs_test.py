@@ -200,8 +200,8 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     refused("rollout", "--out", tmp_path, rc=1, named="a folder")
     refused("rollout", "--nothing", rc=2, named="--nothing")
     with open("/dev/full", "w") as full:
-        done = run("rollout", SHORT, "--n", 1, rc=1, stdout=full)
-    assert "stdout" in done.stderr
+        for args in [["rollout", SHORT, "--n", 1], ["--help"], ["train", "--help"]]:
+            assert "stdout" in run(*args, rc=1, stdout=full).stderr
     assert sorted(os.listdir(tmp_path)) == ["empty.jsonl", "none", "rows.jsonl"]
 
 

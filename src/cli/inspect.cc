@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -29,11 +30,10 @@ bool begins_as_segment(const fs::path& file) {
   return in.read(magic.data(), magic.size()) && std::string_view(magic.data(), 4) == "\x89LSS";
 }
 
-std::string first_line(const fs::path& file) {
-  std::ifstream in(file);
-  std::string line;
-  std::getline(in, line);
-  return line;
+/// What the run wrote so far, "" where it is not there.
+std::string text_of(const fs::path& file) {
+  constexpr std::size_t kMost = std::size_t{4} << 30;
+  return fs::exists(file) ? value_or_throw(read_text(file, kMost)) : "";
 }
 
 /// The steps of step_N below checkpoints/, ascending.
@@ -67,17 +67,16 @@ std::string metric_table(const std::string& line) {
 }
 
 void inspect_run(const fs::path& folder, const InspectArgs& args) {
-  std::int64_t lines = 0;
+  std::size_t lines = 0;
   std::string last, line;
-  std::ifstream metrics(folder / "metrics.jsonl");
-  while (std::getline(metrics, line)) {
+  for (std::istringstream metrics(text_of(folder / "metrics.jsonl"));
+       std::getline(metrics, line);) {
     ++lines;
     last = line;
   }
-  std::string text =
-      cat({folder.string(), ": a run of ", counted(static_cast<std::size_t>(lines), "step")});
-  const std::string contract = first_line(folder / "recipe.toml");
-  if (contract.starts_with("# ")) text += ", " + contract.substr(2);
+  std::string text = cat({folder.string(), ": a run of ", counted(lines, "step")});
+  const std::string recipe = text_of(folder / "recipe.toml");
+  if (recipe.starts_with("# ")) text += ", " + recipe.substr(2, recipe.find('\n') - 2);
   text += "\ncheckpoints:";
   const std::vector<std::int64_t> steps = checkpoint_steps(folder);
   for (const std::int64_t step : steps) text += cat({" step_", step});

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -352,10 +353,11 @@ int run(int argc, char** argv) {
   }
   try {
     app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& help) {
-    return app.exit(help);
-  } catch (const CLI::CallForAllHelp& help) {
-    return app.exit(help);
+  } catch (const CLI::Success& asked) {  // --help
+    std::ostringstream text;
+    const int status = app.exit(asked, text, text);
+    print(text.str());
+    return status;
   } catch (const CLI::ParseError& wrong) {
     throw Usage(
         std::string(wrong.what()) + "; ./lockstep " +

@@ -1,23 +1,24 @@
 #include "instruments/verify.h"
 
 #include <algorithm>
-#include <fstream>
+#include <filesystem>
 
 #include "base/text.h"
 #include "cli/columns.h"
 #include "cli/subject.h"
 #include "cli/verbs.h"
+#include "model/json.h"
 
 namespace lockstep::cli {
 namespace {
 
 /// The contract's id in the first line of the run's own recipe, "" where `path` is no run.
 std::string run_contract(const std::string& path) {
-  std::ifstream recipe(std::filesystem::path(path) / "recipe.toml");
-  std::string line;
   constexpr std::string_view kBegin = "# contract ";
-  if (!std::getline(recipe, line) || !line.starts_with(kBegin)) return "";
-  return line.substr(kBegin.size());
+  const std::filesystem::path file = std::filesystem::path(path) / "recipe.toml";
+  const std::string text = std::filesystem::exists(file) ? value_or_throw(read_text(file)) : "";
+  if (!text.starts_with(kBegin)) return "";
+  return text.substr(kBegin.size(), text.find('\n') - kBegin.size());
 }
 
 }  // namespace
