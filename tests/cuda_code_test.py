@@ -21,7 +21,7 @@ COLD = re.compile(r"general_kernel|_bands_kernel|guide_narrow_kernel\w*Li8E")
 # Kernels known to keep a little there, outside their inner loops, and how many bytes: more is a fault.
 SPILLS = {r"w4a4_kernel": 64, r"write_kv_kernel": 64, r"attention_kernel\w*Li128E": 8}
 # By wgmma: for other chips there is nothing of it, and its host side refuses them.
-HOPPER = re.compile(r"grouped_product_kernel")
+HOPPER = re.compile(r"grouped_(product|sums)_kernel")
 WRITES = re.compile(r"\b(STG|ST\.E|ST |RED|REDG|ATOM|ATOMG|UTMASTG|UTMAREDG|UBLKRED|UBLKCP)\b")
 
 

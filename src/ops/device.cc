@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -35,7 +34,8 @@ void prepare_torch(Device device) {
   if (const std::string why = why_unusable(device); !why.empty()) {
     throw Error("device = \"cuda\": " + why);
   }
-  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);  // for products in one order
+  // Products have one order here without CUBLAS_WORKSPACE_CONFIG: torch gives cuBLAS one workspace
+  // and there is one stream. Where it is set torch parses it at every product, for 25 us.
   if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     throw Error(std::string("device = \"cuda\" needs a torch built for CUDA: ") + dlerror());
   }

@@ -37,7 +37,7 @@ Tensor Sites::rounded(Place place, const Tensor& x) const {
         x, [&](TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) { round(place, from, to); });
   }
   if (audits(place) && x.is_cuda()) {
-    if constexpr (build::has_cuda) audit_there(place, x);
+    if constexpr (build::has_cuda) audit_unrounded(place, x);
   } else if (audits(place)) {
     // An arm that does not round still learns how far its numbers are from the rollout's codes.
     std::vector<Bf16> numbers(static_cast<std::size_t>(x.numel()));
@@ -164,7 +164,6 @@ void Sites::audit(Place place, std::int64_t cols, const std::vector<Bf16>& befor
                {place, layout, std::as_writable_bytes(std::span(bytes))}, present);
   const auto tokens = static_cast<std::int64_t>(keys.size());
   const std::int64_t rows = static_cast<std::int64_t>(before.size()) / cols;
-  Tally::Audit& tally = tally_->of(place);
   std::array<std::int64_t, kernels::kNumAuditCounts> counts{};
   kernels::audit({.x = {before.data(), {rows, cols}, {cols, 1}},
                   .operand = {(after.empty() ? before : after).data(), {rows, cols}, {cols, 1}},
@@ -174,9 +173,14 @@ void Sites::audit(Place place, std::int64_t cols, const std::vector<Bf16>& befor
                   .present = {present.data(), {tokens}, {1}},
                   .exponent = exponent(place),
                   .counts = {counts.data(), {kernels::kNumAuditCounts}, {1}}});
+  count_audit(place, counts, !after.empty());
+}
+
+void Sites::count_audit(Place place, std::span<const std::int64_t> counts, bool rounded) const {
+  Tally::Audit& tally = tally_->of(place);
   for (std::size_t i = 0; i < counts.size(); ++i) tally.counts[i] += counts[i];
   // What still differs is asked of those who round.
-  if (after.empty()) {
+  if (!rounded) {
     tally.counts[kernels::kAuditStillDiffer] -= counts[kernels::kAuditStillDiffer];
   } else {
     tally.rounded += counts[kernels::kAuditCodes];

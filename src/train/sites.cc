@@ -4,11 +4,16 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "ops/experts.h"
 
 namespace lockstep::train {
 
 using at::Tensor;
+
+namespace {
+constexpr std::int64_t kReadTokens = 512;  // whose records a task reads
+}
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
              Tally* tally, Reveal reveal, OwnRoutes own)
@@ -55,27 +60,36 @@ std::int8_t Sites::exponent(Place place) const {
 Sites::Records Sites::read(Place place, Encoding encoding) const {
   const auto rows = static_cast<std::size_t>(pack_.rows());
   Records read = {agreement_.layout(place, encoding), {}, {}};
-  const auto width = static_cast<std::size_t>(read.layout.bytes());
-  read.bytes.resize(rows * width);
+  read.bytes.resize(rows * static_cast<std::size_t>(read.layout.bytes()));
   read.present.resize(rows);
-  if (pack_.keys.empty()) return read;
-
-  // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
-  const bool same = pack_.keys.size() == rows;
-  std::vector<std::uint8_t> bytes(same ? 0 : pack_.keys.size() * width);
-  std::vector<std::uint8_t> present(same ? 0 : pack_.keys.size());
-  std::vector<std::uint8_t>& to = same ? read.bytes : bytes;
-  std::vector<std::uint8_t>& there = same ? read.present : present;
-  trace_->read(pack_.keys, agreement_.contract.id(),
-               {place, read.layout, std::as_writable_bytes(std::span(to))}, there);
-  if (same) return read;
-  for (std::size_t i = 0; i < pack_.keys.size(); ++i) {
-    const auto row = static_cast<std::size_t>(pack_.key_row[i]);
-    read.present[row] = present[i];
-    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(i * width), width,
-                read.bytes.begin() + static_cast<std::ptrdiff_t>(row * width));
-  }
+  read_into(place, read.layout, read.bytes.data(), read.present.data());
   return read;
+}
+
+/// The records of all rows of the pass. `bytes` and `present` are zeros before, unless every row
+/// has a name.
+void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
+                      std::uint8_t* present) const {
+  const auto width = static_cast<std::size_t>(layout.bytes());
+  const auto count = std::ssize(pack_.keys);
+  // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
+  const bool same = names_all_rows();
+  const std::span<const TokenKey> keys(pack_.keys);
+  parallel_for(count, kReadTokens, [&](std::int64_t first, std::int64_t end) {
+    const auto at = static_cast<std::size_t>(first), n = static_cast<std::size_t>(end - first);
+    std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
+    std::uint8_t* const to = same ? bytes + at * width : room.data();
+    std::uint8_t* const there = same ? present + at : flags.data();
+    trace_->read(keys.subspan(at, n), agreement_.contract.id(),
+                 {place, layout, std::as_writable_bytes(std::span(to, n * width))},
+                 std::span(there, n));
+    if (same) return;
+    for (std::size_t i = 0; i < n; ++i) {
+      const auto row = static_cast<std::size_t>(pack_.key_row[at + i]);
+      present[row] = flags[i];
+      std::copy_n(room.data() + i * width, width, bytes + row * width);
+    }
+  });
 }
 
 namespace {
@@ -125,13 +139,15 @@ Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
   const auto width = static_cast<std::size_t>(records.layout.bytes());
   Choice choice = {std::vector<std::int64_t>(records.present.size() * static_cast<std::size_t>(k)),
                    records.present};
-  std::int64_t* row = choice.experts.data();
-  for (std::size_t t = 0; t < records.present.size(); ++t, row += k) {
-    if (records.present[t] != 0 &&
-        !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts, row)) {
-      choice.present[t] = 0;
+  parallel_for(std::ssize(choice.present), kReadTokens, [&](std::int64_t first, std::int64_t end) {
+    for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(end); ++t) {
+      if (choice.present[t] != 0 &&
+          !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts,
+                  choice.experts.data() + static_cast<std::ptrdiff_t>(t) * k)) {
+        choice.present[t] = 0;
+      }
     }
-  }
+  });
   return choice;
 }
 

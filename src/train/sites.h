@@ -43,7 +43,7 @@ class Sites {
   /// beside what else is done. Without it each is read when it is asked for. Nothing on a CPU.
   void read_ahead(const at::Device& device) {
     if constexpr (build::has_cuda) {
-      if (device.is_cuda() && trace_ != nullptr) read_ahead_there(device);
+      if (device.is_cuda()) read_ahead_there(device);
     }
   }
 
@@ -78,6 +78,9 @@ class Sites {
     std::vector<std::uint8_t> present;  // [rows]
   };
   Records read(Place place, Encoding encoding) const;
+  void read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
+                 std::uint8_t* present) const;
+  bool names_all_rows() const { return std::ssize(pack_.keys) == pack_.rows(); }
 
   bool quantized(Place place) const;  // by the contract
   bool imitates(Place place) const;   // and by this trainer
@@ -107,7 +110,9 @@ class Sites {
   struct There;
   void read_ahead_there(const at::Device& device);
   void settle_there() const;
-  void audit_there(Place place, const at::Tensor& x) const;
+  void audit_unrounded(Place place, const at::Tensor& x) const;
+  void audit_there(Place place, std::int64_t cols, const There& records, const at::Tensor& before,
+                   const at::Tensor& after) const;
   There bring(Place place, const at::Device& device) const;
   There there(Place place, const at::Device& device) const;
   void follow_there(Layer layer, const at::Tensor& chosen) const;
@@ -118,6 +123,7 @@ class Sites {
   at::Tensor audited_there(const at::Tensor& x) const;
   void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
              const std::vector<Bf16>& after) const;
+  void count_audit(Place place, std::span<const std::int64_t> counts, bool rounded) const;
 
   const Agreement& agreement_;
   const Qat& qat_;

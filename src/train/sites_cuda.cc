@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/exact/audit.h"
 #include "kernels/exact/guide.h"
 #include "ops/device.h"
 #include "train/read_ahead.h"
@@ -25,11 +26,9 @@ namespace lockstep::train {
 using at::Tensor;
 
 struct Sites::Later {
-  /// Audit tokens' rows of a place, before rounding and, where there is any, after.
   struct Audit {
     Place place;
-    std::int64_t cols = 0;
-    at::Tensor before, after;
+    bool rounded = false;
   };
 
   at::Tensor counts;                   // int64 [kNumSites, kNumGuideCounts]
@@ -39,6 +38,7 @@ struct Sites::Later {
   std::int64_t layers = 0;  // whose routes were followed
   at::Tensor audited;       // int64, rows of the pass
   std::vector<Audit> audits;
+  at::Tensor audit_counts;  // int64, kNumAuditCounts each
 };
 
 /// A place's records on the device.
@@ -47,6 +47,9 @@ struct Sites::There {
   at::Tensor rows;            // uint8 [rows, layout.bytes()], or int64 [rows, K] experts
   at::Tensor present;         // uint8 [rows]
   std::int64_t followed = 0;  // how many are present
+  RowLayout code_layout;
+  at::Tensor codes;          // uint8 [audit tokens, code_layout.bytes()]
+  at::Tensor codes_present;  // uint8 [audit tokens]
   std::optional<c10::Event> arrived{};
 
   /// Makes the current stream wait for them.
@@ -60,11 +63,19 @@ struct Sites::Ahead : ReadAhead<Place, There> {
 
 namespace {
 
-Tensor pinned_copy(const void* from, at::IntArrayRef shape, at::ScalarType type) {
-  const Tensor pinned = at::empty(shape, at::TensorOptions(type).pinned_memory(true));
-  std::memcpy(pinned.data_ptr(), from, pinned.nbytes());
-  return pinned;
+Tensor pinned(at::IntArrayRef shape, at::ScalarType type) {
+  return at::empty(shape, at::TensorOptions(type).pinned_memory(true));
 }
+
+Tensor pinned_copy(const void* from, at::IntArrayRef shape, at::ScalarType type) {
+  const Tensor copy = pinned(shape, type);
+  std::memcpy(copy.data_ptr(), from, copy.nbytes());
+  return copy;
+}
+
+std::uint8_t* bytes_of(const Tensor& x) { return static_cast<std::uint8_t*>(x.data_ptr()); }
+
+void send(Tensor& x, const at::Device& device) { x = x.to(device, /*non_blocking=*/true); }
 
 /// The stream that records come by, one a device for all passes of the process: torch keeps what
 /// was freed for the stream that it was asked for on, so every further stream would keep a pass's
@@ -81,25 +92,40 @@ c10::Stream reading_stream(const at::Device& device) {
 
 }  // namespace
 
-/// Reads a place's records and copies them, in the order of the current stream.
+/// Reads a place's records, those of audit tokens included, and copies them, in the order of the
+/// current stream.
 Sites::There Sites::bring(Place place, const at::Device& device) const {
   There there;
-  Choice choice;
   if (place.site == Site::kRouter) {
     const std::int64_t k = agreement_.model.experts_per_token;
-    choice = own_.follow != nullptr ? own(place.layer, k) : recorded(place.layer, k);
+    const Choice choice = own_.follow != nullptr ? own(place.layer, k) : recorded(place.layer, k);
     there.rows = pinned_copy(choice.experts.data(), {pack_.rows(), k}, at::kLong);
-  } else {
-    const Records records = read(place, agreement_.encoding(place));
-    there.layout = records.layout;
-    there.rows =
-        pinned_copy(records.bytes.data(), {pack_.rows(), records.layout.bytes()}, at::kByte);
-    choice.present = records.present;
+    there.present = pinned_copy(choice.present.data(), {pack_.rows()}, at::kByte);
+    there.followed = std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
+  } else if (imitates(place) && follows(place)) {
+    there.layout = agreement_.layout(place, agreement_.encoding(place));
+    there.rows = pinned({pack_.rows(), there.layout.bytes()}, at::kByte);
+    there.present = pinned({pack_.rows()}, at::kByte);
+    if (!names_all_rows()) {
+      std::fill_n(bytes_of(there.rows), there.rows.nbytes(), std::uint8_t{0});
+      std::fill_n(bytes_of(there.present), there.present.nbytes(), std::uint8_t{0});
+    }
+    read_into(place, there.layout, bytes_of(there.rows), bytes_of(there.present));
   }
-  there.followed = std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
-  there.present = pinned_copy(choice.present.data(), {pack_.rows()}, at::kByte);
-  there.rows = there.rows.to(device, /*non_blocking=*/true);
-  there.present = there.present.to(device, /*non_blocking=*/true);
+  if (audits(place)) {
+    std::vector<TokenKey> keys;
+    for (const std::size_t i : audited_) keys.push_back(pack_.keys[i]);
+    there.code_layout = agreement_.layout(place, Encoding::kCodes);
+    there.codes = pinned({std::ssize(keys), there.code_layout.bytes()}, at::kByte);
+    there.codes_present = pinned({std::ssize(keys)}, at::kByte);
+    trace_->read(keys, agreement_.contract.id(),
+                 {place, there.code_layout,
+                  std::as_writable_bytes(std::span(bytes_of(there.codes), there.codes.nbytes()))},
+                 std::span(bytes_of(there.codes_present), keys.size()));
+  }
+  for (Tensor* const x : {&there.rows, &there.present, &there.codes, &there.codes_present}) {
+    if (x->defined()) send(*x, device);
+  }
   return there;
 }
 
@@ -109,8 +135,9 @@ void Sites::read_ahead_there(const at::Device& device) {
     const Layer layer{i};
     for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
       const Place place = {layer, site};
-      const bool wanted = site == Site::kRouter ? own_.follow == nullptr && follows_routes(layer)
-                                                : imitates(place) && follows(place);
+      const bool wanted = site == Site::kRouter
+                              ? own_.follow != nullptr || follows_routes(layer)
+                              : (imitates(place) && follows(place)) || audits(place);
       if (wanted) places.push_back(place);
     }
   }
@@ -127,10 +154,12 @@ void Sites::read_ahead_there(const at::Device& device) {
 
 void Sites::There::await() const {
   if (!arrived) return;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(rows.device());
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  const c10::Stream stream = guard.getStream(arrived->device());
   arrived->block(stream);
-  rows.record_stream(stream);
-  present.record_stream(stream);
+  for (const Tensor& x : {rows, present, codes, codes_present}) {
+    if (x.defined()) x.record_stream(stream);
+  }
 }
 
 Sites::There Sites::there(Place place, const at::Device& device) const {
@@ -161,8 +190,42 @@ Sites::Later& Sites::later() const {
   return *later_;
 }
 
-void Sites::audit_there(Place place, const Tensor& x) const {
-  later().audits.push_back({place, x.size(1), audited_there(x.detach()), {}});
+void Sites::audit_unrounded(Place place, const Tensor& x) const {
+  audit_there(place, x.size(1), there(place, x.device()), audited_there(x.detach()), {});
+}
+
+/// Counts beside the other work; settle() adds it up. `before` and `after` are the audit tokens'
+/// rows; without `after` they are not rounded.
+void Sites::audit_there(Place place, std::int64_t cols, const There& records, const Tensor& before,
+                        const Tensor& after) const {
+  constexpr std::int64_t kSites = 4, kCounts = kernels::kNumAuditCounts;
+  Later& later = this->later();
+  if (!later.audit_counts.defined()) {
+    later.audit_counts = at::zeros({agreement_.model.num_layers * kSites, kCounts},
+                                   before.options().dtype(at::kLong));
+  }
+  const Device device = ops::house_device(before);
+  const std::int64_t rows = before.numel() / cols, tokens = records.codes.size(0);
+  const auto view = [&](const Tensor& x) {
+    return TensorView<const Bf16, 2>{
+        static_cast<const Bf16*>(x.const_data_ptr()), {rows, cols}, {cols, 1}, device};
+  };
+  const std::int64_t width = records.code_layout.bytes();
+  kernels::audit(
+      {.x = view(before),
+       .operand = view(after.defined() ? after : before),
+       .rule = agreement_.rule(place.site),
+       .layout = records.code_layout,
+       .records =
+           {records.codes.const_data_ptr<std::uint8_t>(), {tokens, width}, {width, 1}, device},
+       .present = {records.codes_present.const_data_ptr<std::uint8_t>(), {tokens}, {1}, device},
+       .exponent = exponent(place),
+       .counts = {later.audit_counts.data_ptr<std::int64_t>() + std::ssize(later.audits) * kCounts,
+                  {kCounts},
+                  {1},
+                  device}},
+      ops::stream_on(device));
+  later.audits.push_back({place, after.defined()});
 }
 
 /// The audit tokens' rows of x, in BF16.
@@ -183,14 +246,14 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
     return audited_there(
         at::from_blob(const_cast<Bf16*>(data), {to.shape[0] * to.shape[1]}, numbers));
   };
+  There records;
+  if (follows(place) || audits(place)) records = there(place, device);
   Tensor before;
   if (audits(place)) before = rows_at(from.data);
 
   kernels::GuideArgs args = {.x = from, .rule = agreement_.rule(place.site), .out = to};
   args.exponent = exponent(place);
-  There records;
   if (follows(place)) {
-    records = there(place, device);
     const std::int64_t width = records.layout.bytes();
     args.guidance = agreement_.guide.mode;
     args.layout = records.layout;
@@ -212,22 +275,8 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
     }
   }
   kernels::guide(args, ops::stream_on(to.device));
-  if (before.defined()) {
-    later().audits.push_back({place, to.shape[1], before, rows_at(to.data)});
-  }
+  if (before.defined()) audit_there(place, to.shape[1], records, before, rows_at(to.data));
 }
-
-namespace {
-
-std::vector<Bf16> fetch(const Tensor& rows) {
-  std::vector<Bf16> numbers(rows.defined() ? static_cast<std::size_t>(rows.numel()) : 0);
-  if (numbers.empty()) return numbers;
-  const Tensor here = rows.cpu();
-  std::copy_n(static_cast<const Bf16*>(here.const_data_ptr()), numbers.size(), numbers.begin());
-  return numbers;
-}
-
-}  // namespace
 
 void Sites::settle_there() const {
   if (later_ == nullptr) return;
@@ -243,8 +292,13 @@ void Sites::settle_there() const {
     tally_->routes_absent += pack_.rows() * later().layers - later().followed;
     tally_->routes_mismatched += later().mismatched.item<std::int64_t>();
   }
-  for (const Later::Audit& one : later().audits) {
-    audit(one.place, one.cols, fetch(one.before), fetch(one.after));
+  if (!later().audits.empty()) {
+    const Tensor here = later().audit_counts.cpu();
+    const std::int64_t* counts = here.const_data_ptr<std::int64_t>();
+    for (const auto& [place, rounded] : later().audits) {
+      count_audit(place, {counts, kernels::kNumAuditCounts}, rounded);
+      counts += kernels::kNumAuditCounts;
+    }
   }
   later_.reset();
 }

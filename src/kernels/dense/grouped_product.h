@@ -11,6 +11,7 @@ namespace lockstep::kernels {
 struct GroupedProductArgs {
   TensorView<const Bf16, 2> x{};                // [items, K], the items of a group together
   TensorView<const Bf16, 3> w{};                // [groups, out, K], contiguous
+  bool turned = false;                          // w is [groups, K, out]
   TensorView<const std::int32_t, 1> offsets{};  // [groups + 1] where each group's items begin
   TensorView<const std::int32_t, 1> to{};       // [items] rows of y, each once; empty: i itself
   TensorView<float, 2> y{};                     // [items, out]
@@ -22,7 +23,22 @@ struct GroupedProductArgs {
 /// (K / 8 + 1) 2^-23 sum |x w|.
 ///
 /// On a CUDA device offsets and to lie there and are not looked at; K is a multiple of 8, x and w
-/// are aligned to 16 bytes. Throws Error naming the argument.
+/// are aligned to 16 bytes, and so are rows of a turned w. Throws Error naming the argument.
 void grouped_product(const GroupedProductArgs& args, Stream stream = {});
+
+struct GroupedSumsArgs {
+  TensorView<const Bf16, 2> a{};                // [items, rows], the items of a group together
+  TensorView<const Bf16, 2> b{};                // [items, cols]
+  TensorView<const std::int32_t, 1> offsets{};  // [groups + 1]
+  TensorView<float, 3> sum{};                   // [groups, rows, cols], contiguous
+};
+
+/// sum[g] += a[i]^T b[i] over the items i of g: the gradient of w. What is added is summed in FP32
+/// in the order of the items, with the bound above for as many items as K, and added once.
+///
+/// On a CUDA device rows and cols are multiples of 8, a and b aligned to 16 bytes; numbers of
+/// other groups' items are multiplied by zero, so that one which is not finite may spoil several
+/// groups. Throws Error naming the argument.
+void grouped_sums(const GroupedSumsArgs& args, Stream stream = {});
 
 }  // namespace lockstep::kernels

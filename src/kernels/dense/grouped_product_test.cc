@@ -40,6 +40,7 @@ struct Problem {
   std::vector<std::int32_t> offsets;
   std::vector<std::int32_t> to;  // empty: in order
   std::vector<Bf16> x, w;
+  bool turned = false;  // w is given as [groups, K, out]
 
   std::int64_t items() const { return offsets.back(); }
   std::int64_t groups() const { return static_cast<std::int64_t>(offsets.size()) - 1; }
@@ -57,16 +58,29 @@ Problem problem(std::int64_t k, std::int64_t out, const std::vector<std::int32_t
   return p;
 }
 
+/// [groups, out, K] -> [groups, K, out]
+std::vector<Bf16> turn(const Problem& p) {
+  std::vector<Bf16> turned(p.w.size());
+  for (std::int64_t i = 0; i < std::ssize(p.w); ++i) {
+    const std::int64_t group = i / (p.out * p.k), o = i / p.k % p.out, j = i % p.k;
+    turned[static_cast<std::size_t>((group * p.k + j) * p.out + o)] =
+        p.w[static_cast<std::size_t>(i)];
+  }
+  return turned;
+}
+
 std::vector<float> run(const Problem& p, Device device) {
   const Buffer x = to_device(p.x, device);
-  const Buffer w = to_device(p.w, device);
+  const Buffer w = to_device(p.turned ? turn(p) : p.w, device);
   const Buffer offsets = to_device(p.offsets, device);
   const Buffer to = to_device(p.to, device);
   const Buffer y =
       to_device(std::vector<float>(static_cast<std::size_t>(p.items() * p.out), -7.0f), device);
   GroupedProductArgs args;
   args.x = {x.as<const Bf16>(), {p.items(), p.k}, {p.k, 1}, device};
-  args.w = {w.as<const Bf16>(), {p.groups(), p.out, p.k}, {p.out * p.k, p.k, 1}, device};
+  const std::int64_t rows = p.turned ? p.k : p.out, cols = p.turned ? p.out : p.k;
+  args.w = {w.as<const Bf16>(), {p.groups(), rows, cols}, {rows * cols, cols, 1}, device};
+  args.turned = p.turned;
   args.offsets = {offsets.as<const std::int32_t>(), {p.groups() + 1}, {1}, device};
   if (!p.to.empty()) args.to = {to.as<const std::int32_t>(), {p.items()}, {1}, device};
   args.y = {y.as<float>(), {p.items(), p.out}, {p.out, 1}, device};
@@ -157,6 +171,62 @@ TEST_P(GroupedProduct, ARowDoesNotDependOnItsCompany) {
   EXPECT_EQ(std::memcmp(run(all, GetParam()).data(), y.data(), y.size() * sizeof(float)), 0);
 }
 
+/// The same sums in the same order, whichever way the weights lie.
+TEST_P(GroupedProduct, TurnedWeightsGiveTheSameBits) {
+  for (const auto [k, out] : {std::array{16, 8}, std::array{64, 256}, std::array{200, 104},
+                              std::array{136, 320}, std::array{512, 264}}) {
+    Problem p = problem(k, out, kCounts, 13, 0x10, 0x7E);
+    const std::vector<float> y = run(p, GetParam());
+    p.turned = true;
+    const std::vector<float> turned = run(p, GetParam());
+    EXPECT_EQ(std::memcmp(turned.data(), y.data(), y.size() * sizeof(float)), 0) << k << " " << out;
+  }
+}
+
+std::vector<float> sums(const Problem& p, std::int64_t rows, Device device) {
+  const Buffer a = to_device(p.x, device);
+  const Buffer b = to_device(p.w, device);
+  const Buffer offsets = to_device(p.offsets, device);
+  std::vector<float> before(static_cast<std::size_t>(p.groups() * rows * p.out));
+  for (std::size_t i = 0; i < before.size(); ++i) before[i] = static_cast<float>(i % 7);
+  const Buffer sum = to_device(before, device);
+  grouped_sums(
+      {.a = {a.as<const Bf16>(), {p.items(), rows}, {rows, 1}, device},
+       .b = {b.as<const Bf16>(), {p.items(), p.out}, {p.out, 1}, device},
+       .offsets = {offsets.as<const std::int32_t>(), {p.groups() + 1}, {1}, device},
+       .sum = {sum.as<float>(), {p.groups(), rows, p.out}, {rows * p.out, p.out, 1}, device}});
+  return to_host<float>(sum);
+}
+
+/// a is `x` [items, rows] and b is `w` [items, out].
+TEST_P(GroupedProduct, SumsOverItemsAreExactWhereTheyFitAndNobodyElses) {
+  for (const auto [rows, cols] :
+       {std::array{8, 8}, std::array{64, 256}, std::array{200, 104}, std::array{264, 320}}) {
+    Problem p{rows, cols, {0}, {}, {}, {}};
+    for (const std::int32_t count : {0, 1, 64, 65, 0, 128, 321, 2, 63, 0}) {
+      p.offsets.push_back(p.offsets.back() + count);
+    }
+    p.x = values(static_cast<std::size_t>(p.items() * rows), 21, 0x38, 0x3F);
+    p.w = values(static_cast<std::size_t>(p.items() * cols), 22, 0x38, 0x3F);
+    const std::vector<float> got = sums(p, rows, GetParam());
+    std::int64_t wrong = 0;
+    for (std::int64_t i = 0; i < std::ssize(got); i += 3) {
+      const std::int64_t group = i / (rows * cols), row = i / cols % rows, col = i % cols;
+      double sum = 0.0;
+      for (std::int64_t item = p.offsets[static_cast<std::size_t>(group)];
+           item < p.offsets[static_cast<std::size_t>(group) + 1]; ++item) {
+        sum += double{to_float(p.x[static_cast<std::size_t>(item * rows + row)])} *
+               double{to_float(p.w[static_cast<std::size_t>(item * cols + col)])};
+      }
+      ASSERT_LT(std::abs(sum), 0x1p16);
+      wrong +=
+          got[static_cast<std::size_t>(i)] != static_cast<float>(i % 7) + static_cast<float>(sum);
+    }
+    EXPECT_EQ(wrong, 0) << rows << " " << cols;
+    EXPECT_EQ(sums(p, rows, GetParam()), got);
+  }
+}
+
 /// Many tiles of which half of the threads have no rows, beside whole ones: the kernel's warps must
 /// not overtake each other by more than its stages. It hung where they did.
 TEST_P(GroupedProduct, ManyShortGroupsBesideLongOnes) {
@@ -180,6 +250,12 @@ TEST_P(GroupedProduct, NamesWhatDoesNotFit) {
     FAIL() << "took matrices of two widths";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("as many columns"), std::string::npos);
+  }
+  try {
+    grouped_sums({.a = {x.data(), {1, 64}, {64, 1}}, .b = {x.data(), {2, 32}, {32, 1}}});
+    FAIL() << "took operands of two lengths";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("the same items"), std::string::npos);
   }
 }
 
