@@ -61,6 +61,41 @@ class CountSmall : public data::Task {
   std::int64_t dies_at_;
 };
 
+/// What a run is made of, over random weights.
+struct Parts {
+  Parts(Arm a, const Schedule& schedule, const fs::path& folder, const store::Options& options = {},
+        const train::Options& training = {})
+      : arm(std::move(a)),
+        agreement{kModel, arm.contract, arm.guide, schedule.seed},
+        run_dir(folder, *comm),
+        store(options),
+        engine(agreement, arm.rollout, Device{}, &store, *comm),
+        trainer(agreement, arm.qat, training, Device{}, *comm) {
+    cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
+  }
+
+  step::Loop loop(const Schedule& schedule, const data::Task& task) {
+    return {.arm = arm,
+            .schedule = schedule,
+            .task = task,
+            .engine = engine,
+            .store = store,
+            .trainer = trainer,
+            .reference = nullptr,
+            .run_dir = run_dir,
+            .comm = *comm,
+            .model = kModel};
+  }
+
+  const std::unique_ptr<Comm> comm = Comm::single();
+  Arm arm;
+  Agreement agreement;
+  step::RunDir run_dir;
+  store::Store store;
+  rollout::Engine engine;
+  train::Trainer trainer;
+};
+
 constexpr std::int32_t kPrompts = 4, kSamples = 3, kNew = 6;
 const Schedule kSchedule = {.steps = 5,
                             .prompts_per_step = kPrompts,
@@ -89,28 +124,16 @@ class Loop : public testing::Test {
 
   /// Runs the arm, or goes on with a run of that name.
   void run(const Arm& arm, const std::string& name, const CountSmall& task = CountSmall()) {
-    const std::unique_ptr<Comm> comm = Comm::single();
-    const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
-    step::RunDir run_dir(root_ / name, *comm);
-    run_dir.begin("# contract 1\n");
-    store::Store store({.folder = run_dir.trace(), .ram_bytes = store_ram_});
-    rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
-    train::Trainer trainer(agreement, arm.qat, trainer_, Device{}, *comm);
-    cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
-    step::run({.arm = arm,
-               .schedule = schedule_,
-               .task = task,
-               .engine = engine,
-               .store = store,
-               .trainer = trainer,
-               .reference = nullptr,
-               .run_dir = run_dir,
-               .comm = *comm,
-               .model = kModel,
-               .evaluate = [&](std::int64_t) {
-                 if (probes_) scales_ = scales_of(agreement, engine, store);
-                 return Metrics{};
-               }});
+    const fs::path folder = root_ / name;
+    Parts parts(arm, schedule_, folder, {.folder = folder / "trace", .ram_bytes = store_ram_},
+                trainer_);
+    parts.run_dir.begin("# contract 1\n");
+    step::Loop loop = parts.loop(schedule_, task);
+    loop.evaluate = [&](std::int64_t) {
+      if (probes_) scales_ = scales_of(parts.agreement, parts.engine, parts.store);
+      return Metrics{};
+    };
+    step::run(loop);
   }
 
   /// The records of some answers under the present weights: of all that is quantized, with its
@@ -411,25 +434,10 @@ TEST_F(Loop, WhereNothingIsToBeRescoredNothingIsTold) {
 }
 
 TEST_F(Loop, OnlyWholeSamplesAreRescored) {
-  const Arm arm = arm_of("trace");
   const CountSmall task;
-  const std::unique_ptr<Comm> comm = Comm::single();
-  const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
-  step::RunDir run_dir(root_ / "whole", *comm);
-  store::Store store({.folder = {}});
-  rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
-  train::Trainer trainer(agreement, arm.qat, {}, Device{}, *comm);
   schedule_.rescore_groups = 2;
-  const step::Loop loop = {.arm = arm,
-                           .schedule = schedule_,
-                           .task = task,
-                           .engine = engine,
-                           .store = store,
-                           .trainer = trainer,
-                           .reference = nullptr,
-                           .run_dir = run_dir,
-                           .comm = *comm,
-                           .model = kModel};
+  Parts parts(arm_of("trace"), schedule_, root_ / "whole", {.folder = {}});
+  const step::Loop loop = parts.loop(schedule_, task);
   std::vector<Trajectory> all(9);
   for (std::int32_t i = 0; i < 9; ++i) all[static_cast<std::size_t>(i)].sample = i;
   const std::vector<std::uint8_t> moves = {0, 0, 0, 1, 1, 1, 1, 1, 1};
@@ -442,26 +450,12 @@ TEST_F(Loop, OnlyWholeSamplesAreRescored) {
 }
 
 TEST_F(Loop, RecordsOfOlderWeightsFallBackByName) {
-  const std::unique_ptr<Comm> comm = Comm::single();
   const CountSmall task;
-  Arm arm = arm_of("trace_full");
-  arm.rollout.drift.noise = 0.05f;  // so that following records makes a difference
-  const Agreement agreement = {kModel, arm.contract, arm.guide, schedule_.seed};
-  step::RunDir run_dir(root_ / "stale", *comm);
-  store::Store store({.folder = {}});
-  rollout::Engine engine(agreement, arm.rollout, Device{}, &store, *comm);
-  train::Trainer trainer(agreement, arm.qat, {}, Device{}, *comm);
-  cli::load(cli::RandomWeights(kModel, 0.3f, 7), trainer.initial_weights());
-  const step::Loop loop = {.arm = arm,
-                           .schedule = schedule_,
-                           .task = task,
-                           .engine = engine,
-                           .store = store,
-                           .trainer = trainer,
-                           .reference = nullptr,
-                           .run_dir = run_dir,
-                           .comm = *comm,
-                           .model = kModel};
+  Arm drifting = arm_of("trace_full");
+  drifting.rollout.drift.noise = 0.05f;  // so that following records makes a difference
+  Parts parts(drifting, schedule_, root_ / "stale", {.folder = {}});
+  auto& [comm, arm, agreement, run_dir, store, engine, trainer] = parts;
+  const step::Loop loop = parts.loop(schedule_, task);
   const auto sync = [&](std::int64_t version) {
     sync::refit(trainer.weights(), engine.weights(), arm.contract, WeightVersion{version});
   };
