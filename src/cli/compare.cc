@@ -46,7 +46,7 @@ void check(Cell& cell) {
   if (!fs::exists(file)) return;
   const std::string before = value_or_throw(read_text(file));
   recipe::Recipe now = cell.recipe;
-  recipe::take_calibrated(before, file.string(), now);
+  recipe::take_settled(before, file.string(), now);
   arm = bind(now.arm, model, now.rollout, now.rl);
   std::string different =
       recipe::hindrances(before, recipe::resolved(now, arm.contract.id()), file.string());
@@ -115,6 +115,7 @@ std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const 
   for (const Cell* cell : cells) {
     Job job{.name = cell->name(), .args = {"compare", args.recipe}};
     job.args.insert(job.args.end(), args.assignments.begin(), args.assignments.end());
+    job.args.push_back("device=" + cell->recipe.device);
     std::string arms;
     for (const std::string& arm : comparison.arms) arms += (arms.empty() ? "" : ",") + arm;
     for (const std::string& arg :
@@ -212,7 +213,7 @@ int compare(const CompareArgs& args) {
     throw Usage(error.what());
   }
   const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
-  const std::vector<Cell> cells = cells_of(comparison, root);
+  std::vector<Cell> cells = cells_of(comparison, root);
   if (args.cell >= 0) {
     if (args.cell >= std::ssize(cells)) throw Usage(cat({"there is no run ", args.cell}));
     const Cell& cell = cells[static_cast<std::size_t>(args.cell)];
@@ -226,6 +227,9 @@ int compare(const CompareArgs& args) {
             root.string()}));
   on_interrupt_say("the same command goes on from here");
   lock(root);
+  std::vector<ComparedRun> runs;
+  for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
+  settle_device(runs);
   const std::vector<const Cell*> left = left_of(cells);
   std::vector<std::string> stopped = args.jobs == 1 || left.size() < 2
                                          ? run_here(left)

@@ -55,10 +55,26 @@ recipe::Recipe arm_recipe(const DemoArgs& args, const std::string& arm) {
   return load_recipe(args.recipe, assignments);
 }
 
+/// The device of all arms.
+std::string demo_device(const DemoArgs& args, const std::vector<std::string>& names,
+                        const std::filesystem::path& root) {
+  std::vector<recipe::Recipe> recipes;
+  for (const std::string& name : names) recipes.push_back(arm_recipe(args, name));
+  std::vector<ComparedRun> runs;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    // What has ended begins anew.
+    const std::filesystem::path folder = root / names[i];
+    runs.push_back({&recipes[i], has_ended(folder, recipes[i].schedule.steps) ? "" : folder});
+  }
+  settle_device(runs);
+  return recipes.front().device;
+}
+
 /// Runs one arm in its folder. One that has ended is run again; an interrupted one goes on.
-ArmFigures run_arm(const DemoArgs& args, const std::string& arm,
-                   const std::filesystem::path& root) {
-  const recipe::Recipe recipe = arm_recipe(args, arm);
+ArmFigures run_arm(const DemoArgs& args, const std::string& arm, const std::filesystem::path& root,
+                   const std::string& device) {
+  recipe::Recipe recipe = arm_recipe(args, arm);
+  recipe.device = device;
   const std::filesystem::path folder = root / arm;
   if (has_ended(folder, recipe.schedule.steps)) std::filesystem::remove_all(folder);
   info("");
@@ -95,15 +111,16 @@ int demo(const DemoArgs& args) {
     }
     checked_arm(arm_recipe(args, name), open_policy(recipe.model, false).config);
   }
+  const std::string device = demo_device(args, names, root);
   std::vector<ArmFigures> arms;
-  for (const std::string& name : names) arms.push_back(run_arm(args, name, root));
+  for (const std::string& name : names) arms.push_back(run_arm(args, name, root, device));
   const double before = seconds_of("LOCKSTEP_WALL_INSTALL") + seconds_of("LOCKSTEP_WALL_BUILD");
   const double slowest =
       std::max_element(arms.begin(), arms.end(), [](const ArmFigures& a, const ArmFigures& b) {
         return a.seconds < b.seconds;
       })->seconds;
   if (!chosen && before + (seconds() - began) + 1.3 * slowest < kBudgetSeconds) {
-    arms.push_back(run_arm(args, "trace_mod4", root));
+    arms.push_back(run_arm(args, "trace_mod4", root, device));
   }
 
   const double took = run_seconds(arms, seconds() - began);

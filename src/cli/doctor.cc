@@ -70,8 +70,8 @@ void look_at_device(Doctor& doctor) {
     return doctor.say("device", cat({there, "; cpu alone can be used: ", why}));
   }
   const DeviceMemory memory = device_memory(first);
-  doctor.say("device", cat({there, "; cuda can be used, ", bytes_text(memory.free), " of ",
-                            bytes_text(memory.total), " free"}));
+  doctor.say("device", cat({there, "; cuda can be used, and is what auto takes, ",
+                            bytes_text(memory.free), " of ", bytes_text(memory.total), " free"}));
 }
 
 void list_contracts(Doctor& doctor) {
@@ -111,6 +111,7 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
   recipe::check(recipe, arm, policy.config);
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
+  recipe.device = recipe::settle_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
   const std::int64_t at_once = b.rollout_weights + b.cache + b.trainer;
   const std::int64_t later = b.swap + b.records;

@@ -43,7 +43,9 @@ template <typename Args>
 void add_recipe(CLI::App* sub, Args& args, bool required) {
   auto* option = add_text(sub, "recipe", args.recipe, "a TOML file; recipes/ has examples");
   if (required) option->required();
-  sub->add_option("assignments", args.assignments, "key=value, over what the recipe says");
+  sub->add_option(
+      "assignments", args.assignments,
+      "key=value, over what the recipe says; device=cpu and device=cuda choose where it runs");
 }
 
 /// Refuses what lies outside [least, most], and what is no number.

@@ -6,10 +6,14 @@
 
 #include "base/text.h"
 #include "base/timer.h"
+#include "cli/log.h"
 #include "cli/verbs.h"
+#include "device/memory.h"
 #include "model/config_json.h"
+#include "model/json.h"
 #include "rollout/kv_cache.h"
 #include "sync/refit.h"
+#include "train/trainer.h"
 
 namespace lockstep::cli {
 
@@ -70,6 +74,61 @@ Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
   } catch (const Error& error) {
     throw Usage(error.what());
   }
+}
+
+namespace {
+
+void tell(const recipe::SettledDevice& settled) {
+  if (settled.name != "cpu") {
+    const DeviceMemory memory = device_memory(device_named(settled.name));
+    info(cat({"device auto: ", settled.name, ", ", recipe::bytes_text(memory.free), " of ",
+              recipe::bytes_text(memory.total), " free"}));
+  } else if (!settled.why.empty()) {
+    info(cat({"device auto: cpu, for ", settled.why}));
+  }
+}
+
+void settle(std::string& device, const recipe::SettledDevice& settled) {
+  if (device == recipe::kAutoDevice) tell(settled);
+  device = settled.name;
+}
+
+}  // namespace
+
+void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& model, bool trains) {
+  settle(recipe.device, recipe::settle_device(recipe, arm, model, trains));
+}
+
+void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget) {
+  settle(recipe.device, recipe::settle_device(recipe.device, budget, [](Device device) {
+           train::require_runs({}, device);
+         }));
+}
+
+void settle_device(std::span<const ComparedRun> runs) {
+  std::vector<recipe::Recipe*> open;
+  recipe::SettledDevice common;
+  for (const auto& [recipe, folder] : runs) {
+    const std::filesystem::path file = folder / "recipe.toml";
+    if (recipe->device == recipe::kAutoDevice && std::filesystem::exists(file)) {
+      recipe::take_settled(value_or_throw(read_text(file)), file.string(), *recipe);
+    }
+    if (recipe->device == recipe::kAutoDevice) {
+      open.push_back(recipe);
+    } else {
+      common.name = recipe->device;
+    }
+  }
+  if (open.empty()) return;
+  const bool is_choice = common.name.empty();
+  for (const recipe::Recipe* recipe : open) {
+    if (!is_choice || common.name == "cpu") break;  // one that runs nowhere else decides
+    const ModelConfig model = value_or_throw(read_config(recipe::find(recipe->model, "model")));
+    common = recipe::settle_device(*recipe, checked_arm(*recipe, model), model);
+    if (!common.why.empty()) common.why = cat({"arm ", recipe->arm.name, ": ", common.why});
+  }
+  if (is_choice) tell(common);
+  for (recipe::Recipe* recipe : open) recipe->device = common.name;
 }
 
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task) {

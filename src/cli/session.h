@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "data/task.h"
@@ -36,6 +37,20 @@ recipe::Recipe load_recipe(const std::string& file, const std::vector<std::strin
 
 /// The recipe's arm for that model, checked: what contradicts itself is Usage.
 Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model);
+
+/// Settles a device that is left to be chosen, and tells of it in one line where there was a
+/// choice.
+void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& model,
+                   bool trains = true);
+void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget);
+/// A run among others, and its folder.
+struct ComparedRun {
+  recipe::Recipe* recipe;
+  std::filesystem::path folder;
+};
+/// The same for runs that are compared, which need one device: what began keeps its own, and the
+/// others follow it; else it is one that does for all.
+void settle_device(std::span<const ComparedRun> runs);
 
 /// The first worked problems of evaluation: what a run is calibrated on.
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task);

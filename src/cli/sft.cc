@@ -122,6 +122,9 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
   const std::string before = value_or_throw(read_text(out / "sft.toml"));
   std::string different =
       recipe::differences(before, recipe::resolved(r), (out / "sft.toml").string());
+  if (different.starts_with("device: ") && r.device == recipe::kAutoDevice) {
+    different.erase(0, different.find('\n') + 1);  // it is chosen anew
+  }
   if (different.empty()) return;
   different.pop_back();
   std::replace(different.begin(), different.end(), '\n', ';');
@@ -132,7 +135,7 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
 }  // namespace
 
 int sft(const SftArgs& args) {
-  const recipe::SftRecipe r = read(args);
+  recipe::SftRecipe r = read(args);
   const double began = seconds();
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
   require_ours(out, r);
@@ -143,7 +146,9 @@ int sft(const SftArgs& args) {
     bytes += 2 * rows * cols;
   }
   // Eight times the BF16: masters, gradients and two moments in FP32.
-  const Device device = recipe::ready_device(r.device, {.trainer = 8 * bytes});
+  const recipe::Budget budget = {.trainer = 8 * bytes};
+  settle_device(r, budget);
+  const Device device = recipe::ready_device(r.device, budget);
   require_room(out, bytes, "the model takes", "or name another folder with --out");
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();

@@ -102,6 +102,7 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   Policy policy = open_policy(recipe.model);
   auto task = make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   Arm arm = ready_arm(recipe, policy, *task);
+  settle_device(recipe, arm, policy.config, trains);
   recipe::Budget budget = recipe::budget(recipe, arm, policy.config);
   budget.evaluation = 0;
   if (!trains) budget.trainer = 0;

@@ -84,10 +84,11 @@ class Training {
   /// The arm, after all that can be refused without reading a weight.
   Arm prepared(const Begin& begin) {
     if (const std::string began = run_dir_.recipe(); !began.empty()) {
-      recipe::take_calibrated(began, (run_dir_.folder() / "recipe.toml").string(), recipe_);
+      recipe::take_settled(began, (run_dir_.folder() / "recipe.toml").string(), recipe_);
     }
     const Arm arm = checked_arm(recipe_, policy_.config);
     check_prompts(*task_, recipe_, arm, policy_.config);
+    settle_device(recipe_, arm, policy_.config);
     if (!run_dir_.recipe().empty()) {
       run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
     }

@@ -48,7 +48,7 @@ Device device_named(const std::string& name) {
   if (number.empty() || error != std::errc() || stop != end || index < 0 || index > 127) {
     throw Error(
         cat({"device is '", name, "'", name == kCuda ? " and LOCAL_RANK '" + number + "'" : "",
-             "; expected cpu, cuda, or cuda:N with N from 0 to 127"}));
+             "; expected cpu, cuda, or cuda:N with N from 0 to 127, or in a recipe auto"}));
   }
   return {Device::Kind::kCuda, static_cast<std::int8_t>(index)};
 }

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "device/memory.h"
 #include "model/names.h"
 #include "record/agreement.h"
+#include "rollout/door.h"
+#include "train/trainer.h"
 
 namespace lockstep::recipe {
 namespace {
@@ -326,7 +329,7 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
 
 void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
            std::int64_t prompt_tokens) {
-  device_named(recipe.device);
+  if (recipe.device != kAutoDevice) device_named(recipe.device);
   check_shapes(arm, model);
   check_qat(arm);
   check_sites(arm);
@@ -349,7 +352,9 @@ namespace {
 /// Of a parameter: master, gradient and two moments in FP32; on a GPU the numbers that it computes
 /// with lie beside them.
 std::int64_t trainer_bytes(const Recipe& recipe) {
-  if (device_named(recipe.device).kind == Device::Kind::kCpu) return 16;
+  if (recipe.device == kAutoDevice || device_named(recipe.device).kind == Device::Kind::kCpu) {
+    return 16;
+  }
   return recipe.trainer.bf16 ? 18 : 20;
 }
 
@@ -403,6 +408,30 @@ Device ready_device(const std::string& name, const Budget& b) {
            ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
            " and evaluation ", bytes_text(b.evaluation),
            ": lower rollout.cache, or choose a smaller model or another device"}));
+}
+
+SettledDevice settle_device(const std::string& name, const Budget& budget,
+                            const std::function<void(Device)>& require) {
+  if (name != kAutoDevice) return {name, ""};
+  if constexpr (!build::has_cuda) return {"cpu", ""};
+  try {
+    require(ready_device("cuda", budget));
+  } catch (const Error& error) {
+    return {"cpu", error.what()};
+  }
+  return {"cuda", ""};
+}
+
+SettledDevice settle_device(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
+                            bool trains) {
+  Recipe there = recipe;
+  if (there.device == kAutoDevice) there.device = "cuda";
+  Budget b = budget(there, arm, model);
+  if (!trains) b.trainer = b.evaluation = 0;
+  return settle_device(recipe.device, b, [&](Device device) {
+    rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
+    if (trains) train::require_runs(arm.qat, device);
+  });
 }
 
 std::int64_t full_code_bytes(const ModelConfig& model) {

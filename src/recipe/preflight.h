@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "device/view.h"
@@ -38,6 +39,22 @@ std::string to_string(const Budget& budget);
 /// weights, cache, trainer and evaluation. Throws Error naming what is missing: the bytes of each
 /// part where it is memory.
 Device ready_device(const std::string& name, const Budget& budget);
+
+/// What a device of that name stands for, and why it is no other.
+struct SettledDevice {
+  std::string name;
+  std::string why;
+};
+
+/// Settles "auto"; other names stand for themselves. It is "cuda" where that works, has room for
+/// the budget, and `require` does not throw; else "cpu", and `why` says what was in the way: "" in
+/// a build without CUDA.
+SettledDevice settle_device(const std::string& name, const Budget& budget,
+                            const std::function<void(Device)>& require);
+
+/// Of a recipe's run, or where nothing `trains`, of its rollouts.
+SettledDevice settle_device(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
+                            bool trains = true);
 
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);

@@ -14,8 +14,9 @@ namespace lockstep::recipe {
 namespace {
 
 constexpr const char* kDeviceDoc =
-    "where rollout and trainer compute: cpu, cuda (under torchrun the GPU of LOCAL_RANK), or "
-    "cuda:1";
+    "where rollout and trainer compute: cpu, cuda (under torchrun the GPU of LOCAL_RANK), cuda:1, "
+    "or auto: cuda where that works";
+constexpr const char* kDeviceBefore = "cpu";  // of a run whose recipe names none
 constexpr double kMostInt = 2147483647, kMostLong = 9007199254740992.0;
 
 std::vector<Key> task_keys(data::TaskOptions& task, std::string& file, std::string& eval_file) {
@@ -431,7 +432,9 @@ namespace {
 /// Is "NAME: absent / VALUE" what the recipe `before` means by saying nothing?
 bool came_later(std::string_view line, std::string_view before, const std::string& old_file) {
   try {
-    const std::string filled = resolved(parse_recipe(before, old_file), {});
+    Recipe old = parse_recipe(before, old_file);
+    if (old.device == kAutoDevice) old.device = kDeviceBefore;
+    const std::string filled = resolved(old, {});
     return differences(before, filled, old_file).find(line) != std::string::npos;
   } catch (const Error&) {
     return false;  // other keys of it are gone: it is another recipe
@@ -471,10 +474,16 @@ std::string hindrances(std::string_view before, std::string_view after,
   return left;
 }
 
-void take_calibrated(std::string_view began, const std::string& file, Recipe& recipe) {
+void take_settled(std::string_view began, const std::string& file, Recipe& recipe) {
   const std::vector<Key> own = keys(recipe);
   std::vector<Entry> found = parse(began, file);
-  recipe_of(found);  // for its complaints: who damaged that file shall read of it, and no guess
+  // With its complaints: who damaged that file shall read of it, and no guess.
+  const std::string device = recipe_of(found).device;
+  if (recipe.device == kAutoDevice) {
+    const bool names = std::any_of(found.begin(), found.end(),
+                                   [](const Entry& entry) { return entry.name == "device"; });
+    recipe.device = names ? device : kDeviceBefore;
+  }
   std::erase_if(found, [&](const Entry& entry) {
     if (!is_calibrated(entry.name)) return true;
     const auto key =

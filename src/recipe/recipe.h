@@ -28,9 +28,12 @@ struct Evaluation {
   std::int32_t top_k = 0;
 };
 
+/// A device to be chosen when a run begins.
+inline constexpr const char* kAutoDevice = "auto";
+
 /// What `lockstep train` does.
 struct Recipe {
-  std::string device = "cpu";  // of engine and trainer: device_named()
+  std::string device = kAutoDevice;       // of engine and trainer: settle_device(), device_named()
   std::string model = "models/tiny-moe";  // a Hugging Face directory
   ArmSpec arm = arm_spec("trace");
   data::TaskOptions task;
@@ -47,7 +50,7 @@ struct Recipe {
 
 /// What `lockstep sft` does: a model is taught by worked solutions.
 struct SftRecipe {
-  std::string device = "cpu";
+  std::string device = kAutoDevice;
   std::string model = "models/tiny-moe";  // a Hugging Face directory, with or without weights
   bool fresh = false;                     // draw new ones
   float init_std = 0.02f;
@@ -107,9 +110,10 @@ constexpr bool is_calibrated(std::string_view key) {
   return std::find(std::begin(kCalibrated), std::end(kCalibrated), key) != std::end(kCalibrated);
 }
 
-/// Takes the calibrated keys that `recipe` leaves empty from the resolved recipe `began` of a run
-/// that is to go on. Throws Error naming `file` where that is none.
-void take_calibrated(std::string_view began, const std::string& file, Recipe& recipe);
+/// Takes what a run settled when it began from its resolved recipe `began`, now that it is to go
+/// on: the calibrated keys that `recipe` leaves empty, and the device where it leaves that to auto.
+/// Throws Error naming `file` where that is no recipe.
+void take_settled(std::string_view began, const std::string& file, Recipe& recipe);
 
 /// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Error with
 /// `key` where neither is there.

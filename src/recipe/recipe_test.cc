@@ -5,6 +5,7 @@
 
 #include <filesystem>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "device/memory.h"
 #include "recipe/preflight.h"
@@ -102,6 +103,7 @@ temperature = 1
 TEST(Recipe, ADeviceThatIsNoneOrNotThereIsRefusedBeforeAnythingStarts) {
   EXPECT_EQ(contradiction("device = \"cuda:1\""), "");
   EXPECT_NE(contradiction("device = \"gpu\"").find("device is 'gpu'"), std::string::npos);
+  EXPECT_EQ(contradiction("device = \"auto\""), "");
   const Budget small = {.rollout_weights = 1 << 20, .cache = 1 << 20, .trainer = 1 << 20};
   EXPECT_EQ(ready_device("cpu", small), Device{});
   try {
@@ -110,6 +112,53 @@ TEST(Recipe, ADeviceThatIsNoneOrNotThereIsRefusedBeforeAnythingStarts) {
   } catch (const Error& error) {
     EXPECT_TRUE(std::string(error.what()).starts_with("device is cuda:99: ")) << error.what();
   }
+}
+
+TEST(Recipe, AutoIsAGpuThatWorksAndHasRoomForWhatRunsThere) {
+  const Budget small = {.trainer = 1 << 20}, large = {.trainer = 1ll << 50};
+  const auto settled = [](const std::string& name, const Budget& budget, const char* refused) {
+    return settle_device(name, budget, [&](Device device) {
+      EXPECT_EQ(device, (Device{Device::Kind::kCuda, 0}));
+      if (refused != nullptr) throw Error(refused);
+    });
+  };
+  EXPECT_EQ(settled("cuda:7", large, "none").name, "cuda:7");  // whoever names one is told why not
+  EXPECT_EQ(settled("cpu", small, nullptr).name, "cpu");
+  const bool works = why_unusable({Device::Kind::kCuda, 0}).empty();
+  EXPECT_EQ(settled(kAutoDevice, small, nullptr).name, works ? "cuda" : "cpu");
+  EXPECT_EQ(settled(kAutoDevice, small, nullptr).why.empty(), works || !build::has_cuda);
+  const SettledDevice full = settled(kAutoDevice, large, nullptr);
+  EXPECT_EQ(full.name, "cpu");
+  EXPECT_EQ(full.why.find("1024 TiB") != std::string::npos, works) << full.why;
+  const SettledDevice refused = settled(kAutoDevice, small, "that arm has no kernel there");
+  EXPECT_EQ(refused.name, "cpu");
+  EXPECT_EQ(refused.why == "that arm has no kernel there", works) << refused.why;
+}
+
+TEST(Recipe, ARunThatGoesOnStaysOnItsDevice) {
+  const auto with = [](const std::string& device) {
+    Recipe r = parse_recipe("arm = \"trace\"", "r");
+    r.device = device;
+    return r;
+  };
+  for (const std::string began : {"cpu", "cuda"}) {
+    const std::string text = resolved(with(began), ContractId{1});
+    Recipe on = with(kAutoDevice), other = with("cuda:1");
+    take_settled(text, "recipe.toml", on);
+    EXPECT_EQ(on.device, began);
+    EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})), "");
+    take_settled(text, "recipe.toml", other);
+    EXPECT_EQ(hindrances(text, resolved(other, ContractId{1})),
+              "device: \"" + began + "\" / \"cuda:1\"\n");
+  }
+  // One that began when there was no such key ran on the CPU.
+  std::string text = resolved(with("cpu"), ContractId{1});
+  const std::size_t line = text.find("device = ");
+  text.erase(line, text.find('\n', line) + 1 - line);
+  Recipe on = with(kAutoDevice);
+  take_settled(text, "recipe.toml", on);
+  EXPECT_EQ(on.device, "cpu");
+  EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})), "");
 }
 
 TEST(Recipe, ADeviceWithTooLittleMemoryIsRefusedWithTheBytes) {
@@ -415,18 +464,18 @@ TEST(Recipe, ARunKeepsWhatCalibrationFound) {
     EXPECT_TRUE(is_calibrated(key));
   }
   Recipe on = parse_recipe("arm = \"quads\"\n[residual]\nscope = \"static\"", "r");
-  take_calibrated(text, "recipe.toml", on);
+  take_settled(text, "recipe.toml", on);
   EXPECT_EQ(on.arm.kv_exponents, began.arm.kv_exponents);
   EXPECT_EQ(on.arm.residual_groups, began.arm.residual_groups);
   EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})), "");
   try {
-    take_calibrated(text + "[tainer]\nlr = 1\n", "recipe.toml", on);
+    take_settled(text + "[tainer]\nlr = 1\n", "recipe.toml", on);
     FAIL() << "a damaged recipe was taken from";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("recipe.toml"), std::string::npos);
   }
   on.arm.residual_groups = "1111";  // given: not taken from there
-  take_calibrated(text, "recipe.toml", on);
+  take_settled(text, "recipe.toml", on);
   EXPECT_EQ(on.arm.residual_groups, "1111");
   EXPECT_EQ(hindrances(text, resolved(on, ContractId{1})),
             "residual.groups: \"0110\" / \"1111\"\n");

@@ -244,13 +244,7 @@ void check_product(const Agreement& agreement, const Qat& qat, const Options& op
 }
 
 void check(const Agreement& agreement, const Qat& qat, const Options& options, Device device) {
-  const bool on_cpu = device.kind == Device::Kind::kCpu;
-  if (!on_cpu && qat.real_product) {
-    throw Error("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\"");
-  }
-  if (!on_cpu && qat.residual_alpha != 0.0f) {
-    throw Error("a residual in the trainer is computed on the CPU only; set device = \"cpu\"");
-  }
+  require_runs(qat, device);
   if (options.tokens_per_pass <= 0) {
     throw Error("tokens_per_pass is " + std::to_string(options.tokens_per_pass) +
                 "; it must be positive");
@@ -262,6 +256,17 @@ void check(const Agreement& agreement, const Qat& qat, const Options& options, D
 }
 
 }  // namespace
+
+void require_runs(const Qat& qat, Device device) {
+  const bool on_cpu = device.kind == Device::Kind::kCpu;
+  if (!on_cpu && qat.real_product) {
+    throw Error("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\"");
+  }
+  if (!on_cpu && qat.residual_alpha != 0.0f) {
+    throw Error("a residual in the trainer is computed on the CPU only; set device = \"cpu\"");
+  }
+  ops::prepare_torch(device);
+}
 
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                                  const TraceSource* trace, const TokenLoss& loss, OwnRoutes own) {
@@ -312,7 +317,6 @@ Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& opti
                  Comm& comm) {
   check(agreement, qat, options, device);
   check_product(agreement, qat, options);
-  ops::prepare_torch(device);
   keep_freed_memory();
   impl_ = std::make_unique<Impl>(agreement, qat, options, device, comm);
 }

@@ -60,6 +60,10 @@ using TokenLoss = std::function<double(std::size_t i, const LogProbs& logp, cons
 /// [trajectories][(T - 1) * L * K] by position, layer and slot; an empty row: none.
 using Routes = std::vector<std::vector<std::uint16_t>>;
 
+/// Throws Error, one line with the remedy, where `device` has no trainer for that: before anything
+/// long starts. Makes torch ready for it otherwise (ops/device.h).
+void require_runs(const Qat& qat, Device device);
+
 class Trainer {
  public:
   Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
