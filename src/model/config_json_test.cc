@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "model/json.h"
+#include "model/testing.h"
 
 namespace lockstep {
 namespace {
@@ -110,7 +111,7 @@ TEST(Config, TextThatIsNoJsonIsRefused) {
 }
 
 TEST(Config, WritesWhatItReads) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / "config_json_test";
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "config_json_test";
   std::filesystem::create_directories(folder);
   ModelConfig config = {.num_layers = 6,
                         .hidden = 128,
@@ -132,6 +133,19 @@ TEST(Config, WritesWhatItReads) {
   ASSERT_TRUE(read) << read.error().message;
   EXPECT_EQ(*read, config);
   std::filesystem::remove_all(folder);
+}
+
+TEST(Config, ShapesOfTestsAreThoseOfTheModels) {
+  const std::pair<const char*, ModelConfig> models[] = {{"models/tiny-moe", testing::tiny_moe()},
+                                                        {"models/arith-20m", testing::arith_20m()}};
+  for (auto [folder, shape] : models) {
+    const auto read = read_config(folder);
+    ASSERT_TRUE(read) << read.error().message;
+    shape.rope_theta = read->rope_theta;
+    shape.tied_embeddings = read->tied_embeddings;
+    shape.stop_tokens = read->stop_tokens;
+    EXPECT_EQ(*read, shape) << folder;
+  }
 }
 
 TEST(Config, AMissingFolderIsNamed) {

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "kernels/exact/record_row.h"
+#include "model/testing.h"
 #include "record/testing.h"
 
 namespace lockstep {
@@ -12,17 +13,9 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
-/// Qwen3-30B-A3B.
 Agreement large() {
   Agreement agreement;
-  agreement.model = {.num_layers = 48,
-                     .hidden = 2048,
-                     .expert_width = 768,
-                     .num_experts = 128,
-                     .experts_per_token = 8,
-                     .num_heads = 32,
-                     .num_kv_heads = 4,
-                     .head_dim = 128};
+  agreement.model = testing::qwen3_30b_a3b();
   agreement.contract = contracts::lockstep(48);
   agreement.guide = {.mode = Guidance::kLsb,
                      .sites = {Site::kW13In, Site::kK, Site::kV},

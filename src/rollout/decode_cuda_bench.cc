@@ -14,27 +14,16 @@
 #include "device/stream.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
+#include "model/testing.h"
 #include "rollout/capture.h"
 #include "rollout/forward.h"
+#include "rollout/forward_fixture.h"
 #include "rollout/kv_cache.h"
 
 namespace lockstep::rollout {
 namespace {
 
 constexpr std::int32_t kPageTokens = 16;
-
-ModelConfig qwen3_30b_a3b() {
-  return {.num_layers = 48,
-          .hidden = 2048,
-          .expert_width = 768,
-          .num_experts = 128,
-          .experts_per_token = 8,
-          .num_heads = 32,
-          .num_kv_heads = 4,
-          .head_dim = 128,
-          .vocabulary = 151936,
-          .max_positions = 1 << 18};
-}
 
 /// One weight of each role, which stands for all of its kind.
 class MadeUp {
@@ -126,16 +115,6 @@ struct Decoding {
   bool graph = true;      // given as one call
 };
 
-/// Takes everything and keeps nothing.
-class Discard final : public TraceSink {
- public:
-  void open(const Span&, ContractId) override {}
-  bool admits(std::int64_t) const override { return true; }
-  void append(std::span<const TokenKey>, Rows<const std::byte>) override {}
-  void truncate(SpanId, std::int32_t) override {}
-  void seal(SpanId) override {}
-};
-
 /// The last token of each sequence.
 struct DecodePass {
   explicit DecodePass(const Decoding& of) {
@@ -203,7 +182,7 @@ double median_ms(Forward& forward, const Pass& pass, std::span<const LayerKv> ca
 
 void decode(cuda::Bench& bench, const char* name, Contract contract,
             const std::vector<Decoding>& cases) {
-  const ModelConfig model = qwen3_30b_a3b();
+  const ModelConfig model = testing::qwen3_30b_a3b();
   if (contract.k.quantizes())
     contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
   Agreement agreement = {.model = model, .contract = contract, .guide = {}};
@@ -220,7 +199,7 @@ void decode(cuda::Bench& bench, const char* name, Contract contract,
     for (const WeightId& id : weight_ids(agreement.model)) sink.put(weights.weight(id));
     sink.commit();
   }
-  Discard sink;
+  fixture::Discard sink;
   Capture none(agreement, nullptr, false, bench.device(), stream);
   Capture all(agreement, &sink, false, bench.device(), stream);
   for (const Decoding& of : cases) {
@@ -241,7 +220,7 @@ void decode(cuda::Bench& bench, const char* name, Contract contract,
 
 void decode_entry(cuda::Bench& bench) {
   bench.heading("a decoding pass of Qwen3-30B-A3B's 48 layers and head");
-  const std::int32_t layers = qwen3_30b_a3b().num_layers;
+  const std::int32_t layers = testing::qwen3_30b_a3b().num_layers;
   decode(bench, "decode nvfp4 (W4A4, FP4 cache)", contracts::lockstep(layers),
          {{1, 8192},
           {1, 8192, false, false},

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/philox.h"
+#include "model/testing.h"
 #include "rollout/engine.h"
 #include "rollout/forward_fixture.h"
 #include "rollout/sampler.h"
@@ -12,23 +13,9 @@
 namespace lockstep::rollout {
 namespace {
 
-/// About the size of the checkpoint in models/tiny-moe.
-ModelConfig tiny() {
-  return {.num_layers = 6,
-          .hidden = 128,
-          .expert_width = 64,
-          .num_experts = 16,
-          .experts_per_token = 2,
-          .num_heads = 4,
-          .num_kv_heads = 2,
-          .head_dim = 32,
-          .vocabulary = 512,
-          .max_positions = 512};
-}
-
 Agreement agreement(bool fp4) {
   Agreement a;
-  a.model = tiny();
+  a.model = testing::tiny_moe();
   a.contract = fp4 ? fixture::w4a4_contract(a.model) : contracts::bf16();
   a.guide.replay_experts = true;
   if (!fp4) return a;
@@ -52,7 +39,7 @@ void decode(benchmark::State& state) {
       Request r;
       r.prefix.prompt = PromptId{prompt};
       for (Token t = 0; t < 24; ++t) {
-        r.prefix.tokens.push_back(static_cast<Token>((prompt * 31 + t * 7) % 512));
+        r.prefix.tokens.push_back(static_cast<Token>((prompt * 31 + t * 7) % 256));
       }
       r.prefix.sampling.max_new_tokens = 48;
       r.num_samples = 8;

@@ -5,25 +5,12 @@
 #include <vector>
 
 #include "device/cuda/bench.h"
+#include "model/testing.h"
 #include "rollout/engine.h"
 #include "rollout/forward_fixture.h"
 
 namespace lockstep::rollout {
 namespace {
-
-/// models/arith-20m.
-ModelConfig small() {
-  return {.num_layers = 8,
-          .hidden = 256,
-          .expert_width = 96,
-          .num_experts = 32,
-          .experts_per_token = 4,
-          .num_heads = 8,
-          .num_kv_heads = 4,
-          .head_dim = 32,
-          .vocabulary = 272,
-          .max_positions = 1024};
-}
 
 std::vector<Request> requests(std::int64_t first) {
   std::vector<Request> all;
@@ -64,7 +51,7 @@ void rollout_of(cuda::Bench& bench, const char* name, Agreement agreement, bool 
 void rollout_entry(cuda::Bench& bench) {
   bench.heading("512 samples of 256 tokens of a model of 20M parameters, tokens a second");
   Agreement a;
-  a.model = small();
+  a.model = testing::arith_20m();
   a.contract = contracts::bf16();
   rollout_of(bench, "bf16", a, false);
   a.contract = fixture::w4a4_contract(a.model);

@@ -1,27 +1,15 @@
 /// A decoding pass of the model in models/tiny-moe: 512 sequences side by side, 100 tokens each.
 #include <benchmark/benchmark.h>
 
+#include "model/testing.h"
 #include "rollout/forward_fixture.h"
 
 namespace lockstep::rollout {
 namespace {
 
-ModelConfig tiny() {
-  return {.num_layers = 6,
-          .hidden = 128,
-          .expert_width = 64,
-          .num_experts = 16,
-          .experts_per_token = 2,
-          .num_heads = 4,
-          .num_kv_heads = 2,
-          .head_dim = 32,
-          .vocabulary = 272,
-          .max_positions = 512};
-}
-
 /// range(0): rows; range(1): 0 BF16, 1 W4A16, 2 W4A4, 3 W4A4 with residuals; range(2): drift.noise.
 void decode_pass(benchmark::State& state) {
-  const ModelConfig model = tiny();
+  const ModelConfig model = testing::tiny_moe();
   Contract contract = state.range(1) == 0 ? contracts::bf16() : fixture::w4a4_contract(model);
   if (state.range(1) == 1) contract.activation = {};
   Options options;

@@ -9,6 +9,7 @@
 #include "contract/contract.h"
 #include "device/cuda/bench.h"
 #include "model/names.h"
+#include "model/testing.h"
 #include "rollout/weights.h"
 #include "sync/refit.h"
 
@@ -57,15 +58,9 @@ class MadeUpMasters final : public WeightSource {
 
 void refit_entry(cuda::Bench& bench) {
   bench.heading("a whole refit of two layers of Qwen3-30B-A3B's shape");
-  const ModelConfig model = {.num_layers = 2,
-                             .hidden = 2048,
-                             .expert_width = 768,
-                             .num_experts = 128,
-                             .experts_per_token = 8,
-                             .num_heads = 32,
-                             .num_kv_heads = 4,
-                             .head_dim = 128,
-                             .vocabulary = 1024};
+  ModelConfig model = testing::qwen3_30b_a3b();
+  model.num_layers = 2;
+  model.vocabulary = 1024;
   Contract contract = contracts::lockstep(model.num_layers);
   contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
   const Agreement agreement = {.model = model, .contract = contract, .guide = {}};
