@@ -1,5 +1,5 @@
-#include <ATen/Context.h>
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>

@@ -1,4 +1,3 @@
-#include <ATen/Context.h>
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -252,6 +251,38 @@ Heads split_heads(const Tensor& qkv, const Tensor& q_norm, const Tensor& k_norm,
                   const RopeTable& rope, const Tensor& positions, const HeadShape& shape) {
   const variable_list out = SplitHeads::apply(qkv, q_norm, k_norm, positions, rope, shape);
   return {out[0], out[1], out[2]};
+}
+
+bool scores_rows(const Tensor& x, std::int64_t vocabulary) {
+  return has_kernels(x) && vocabulary % 4 == 0;
+}
+
+void score_rows(const Tensor& logits, const Tensor& temperature, const Tensor& token,
+                const Tensor& logp, const Tensor& log_sum, const Tensor& entropy) {
+  score_rows({.logits = logits.const_data_ptr<float>(),
+              .temperature = temperature.const_data_ptr<float>(),
+              .token = token.const_data_ptr<std::int64_t>(),
+              .logp = logp.data_ptr<float>(),
+              .log_sum = log_sum.data_ptr<float>(),
+              .entropy = entropy.data_ptr<float>(),
+              .rows = logits.size(0),
+              .vocabulary = static_cast<std::int32_t>(logits.size(1))},
+             house_device(logits), stream_of(logits));
+}
+
+Tensor score_rows_backward(const Tensor& logits, const Tensor& temperature, const Tensor& token,
+                           const Tensor& log_sum, const Tensor& slope) {
+  const Tensor d = at::empty(logits.sizes(), logits.options().dtype(at::kBFloat16));
+  score_rows_backward({.logits = logits.const_data_ptr<float>(),
+                       .temperature = temperature.const_data_ptr<float>(),
+                       .log_sum = log_sum.const_data_ptr<float>(),
+                       .slope = slope.const_data_ptr<float>(),
+                       .token = token.const_data_ptr<std::int64_t>(),
+                       .d = bf16_of(d),
+                       .rows = logits.size(0),
+                       .vocabulary = static_cast<std::int32_t>(logits.size(1))},
+                      house_device(logits), stream_of(logits));
+  return d;
 }
 
 }  // namespace lockstep::ops::cuda

@@ -1,12 +1,12 @@
-#include <ATen/Context.h>
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <ATen/Context.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <optional>
-#include <utility>
+#include <array>
+#include <cstdint>
+#include <span>
 
+#include "kernels/dense/dispatch.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/grouped_product.h"
 #include "kernels/exact/swiglu.h"
@@ -22,97 +22,102 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-/// Where each expert's rows begin, [E + 1]: on the device, and on its way to the host, for the
-/// products that are one an expert.
-class Offsets : public torch::CustomClassHolder {
- public:
-  explicit Offsets(Tensor there) : there_(std::move(there)) {
-    if (!there_.is_cuda()) return;
-    here_ = at::empty(there_.sizes(), at::TensorOptions(at::kInt).pinned_memory(true));
-    here_.copy_(there_, /*non_blocking=*/true);
-    arrived_.emplace(at::kCUDA);
-    arrived_->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(there_.device()));
-  }
-
-  const Tensor& there() const { return there_; }
-  std::int64_t experts() const { return there_.size(0) - 1; }
-
-  /// Calls body(expert, first, rows) for those that have rows.
-  template <typename Body>
-  void each(Body&& body) const {
-    if (arrived_) arrived_->synchronize();
-    const std::int32_t* at = (there_.is_cuda() ? here_ : there_).const_data_ptr<std::int32_t>();
-    for (std::int64_t e = 0; e < experts(); ++e) {
-      if (at[e + 1] > at[e]) body(e, at[e], at[e + 1] - at[e]);
-    }
-  }
-
- private:
-  Tensor there_, here_;
-  std::optional<c10::Event> arrived_;
-};
-
-/// Pairs (token, slot) in the order of their experts.
+/// Pairs (token, slot) in the order of their experts. All int32.
 struct Sorted {
-  Tensor row_of;    // int64 [T * K] the sorted row of pair t * K + k
-  Tensor pair_of;   // int64 [T * K] the way back
-  Tensor token_of;  // int64 [T * K] the pair's token
-  c10::intrusive_ptr<Offsets> offsets;
+  Tensor pair_of;   // [T * K] the pair t * K + k of a sorted row
+  Tensor token_of;  // [T * K] its token
+  Tensor offsets;   // [E + 1] where each expert's rows begin
 };
 
-Sorted sort_by_expert(const Tensor& experts, std::int64_t num_experts) {
-  const auto [expert, pair_of] = experts.reshape({-1}).sort(/*stable=*/true, 0, false);
-  Sorted sorted;
-  sorted.pair_of = pair_of;
-  sorted.row_of = at::empty_like(pair_of);
-  sorted.row_of.scatter_(0, pair_of, at::arange(pair_of.size(0), pair_of.options()));
-  sorted.token_of = pair_of.div(experts.size(1), "floor");
-  const Tensor numbers = at::arange(num_experts + 1, pair_of.options());
-  sorted.offsets =
-      c10::make_intrusive<Offsets>(at::searchsorted(expert.contiguous(), numbers, true));
+std::span<std::int32_t> numbers_of(const Tensor& x) {
+  return {x.data_ptr<std::int32_t>(), static_cast<std::size_t>(x.numel())};
+}
+
+Sorted sort_by_expert(const Tensor& chosen, std::int64_t num_experts) {
+  const Tensor experts = chosen.to(at::kInt);
+  const std::int64_t rows = experts.size(0), k = experts.size(1);
+  const auto room = [&](std::int64_t count) { return at::empty({count}, experts.options()); };
+  const Sorted sorted = {room(rows * k), room(rows * k), room(num_experts + 1)};
+  const Tensor scratch = room(kernels::dispatch_room(rows * k, num_experts));
+  const Device device = house_device(experts);
+  kernels::dispatch({.experts = {experts.const_data_ptr<std::int32_t>(), {rows, k}, {k, 1}, device},
+                     .num_experts = static_cast<std::int32_t>(num_experts),
+                     .offsets = numbers_of(sorted.offsets),
+                     .row_of = numbers_of(sorted.token_of),
+                     .slot_of = numbers_of(sorted.pair_of),
+                     .room = numbers_of(scratch)},
+                    stream_of(experts));
   return sorted;
 }
 
-/// One product an expert, in FP32: y[rows of e] = x[rows of e] * w[e]^T.   w [E, out, in]
-/// Row i of it lies at to[i], int64, if there is such.
-Tensor grouped(const Tensor& x, const Tensor& w, const Offsets& offsets, const Tensor& to = {}) {
-  Tensor y = at::empty({x.size(0), w.size(1)}, x.options().dtype(at::kFloat));
-  if (has_kernels(x) && x.size(1) % 8 == 0) {
-    const Device device = house_device(x);
-    const std::int64_t out = w.size(1), in = w.size(2);
-    kernels::GroupedProductArgs args = {.x = view_of<const Bf16>(x),
-                                        .w = {static_cast<const Bf16*>(w.data_ptr()),
-                                              {w.size(0), out, in},
-                                              {out * in, in, 1},
-                                              device},
-                                        .offsets = {offsets.there().const_data_ptr<std::int32_t>(),
-                                                    {offsets.experts() + 1},
-                                                    {1},
-                                                    device},
-                                        .y = view_of<float>(y)};
-    const Tensor narrow = to.defined() ? to.to(at::kInt) : Tensor();
-    if (to.defined()) {
-      args.to = {narrow.const_data_ptr<std::int32_t>(), {x.size(0)}, {1}, device};
-    }
+/// Calls body(expert, first, rows) for those that have rows. Waits for the device.
+template <typename Body>
+void each_expert(const Tensor& offsets, Body&& body) {
+  const Tensor here = offsets.cpu();
+  const std::int32_t* at = here.const_data_ptr<std::int32_t>();
+  for (std::int64_t e = 0; e + 1 < here.size(0); ++e) {
+    if (at[e + 1] > at[e]) body(e, at[e], at[e + 1] - at[e]);
+  }
+}
+
+/// Row i is x's row index[i].
+Tensor gather(const Tensor& x, const Tensor& index) {
+  if (!has_kernels(x)) return x.index_select(0, index);
+  const Tensor to = at::empty({index.size(0), x.size(1)}, x.options());
+  kernels::gather_rows(view_of<const Bf16>(x), numbers_of(index), view_of<Bf16>(to), stream_of(x));
+  return to;
+}
+
+/// Row index[i] is x's row i; all rows are named.
+Tensor scatter(const Tensor& x, const Tensor& index) {
+  return at::empty_like(x).index_copy_(0, index.to(at::kLong), x);
+}
+
+template <typename T, std::size_t kRank>
+TensorView<T, kRank> over(const Tensor& x, const std::array<std::int64_t, kRank>& shape) {
+  TensorView<T, kRank> view{static_cast<T*>(x.data_ptr()), shape, {}, house_device(x)};
+  std::int64_t stride = 1;
+  for (std::size_t i = kRank; i-- > 0; stride *= shape[i]) view.stride[i] = stride;
+  return view;
+}
+
+bool takes_rows(const Tensor& x, const Tensor& other) {
+  return has_kernels(x) && x.size(-1) % 8 == 0 && other.size(-1) % 8 == 0;
+}
+
+/// One product an expert, in FP32: y[rows of e] = x[rows of e] * w[e]^T, or w[e] if it is turned.
+/// w [E, out, in], turned [E, in, out]. Row i of it lies at to[i], if there is such.
+Tensor grouped(const Tensor& x, const Tensor& w, bool turned, const Tensor& offsets,
+               const Tensor& to = {}) {
+  const Tensor y = at::empty({x.size(0), w.size(turned ? 2 : 1)}, x.options().dtype(at::kFloat));
+  if (takes_rows(x, w)) {
+    kernels::GroupedProductArgs args = {
+        .x = view_of<const Bf16>(x),
+        .w = over<const Bf16, 3>(w, {w.size(0), w.size(1), w.size(2)}),
+        .turned = turned,
+        .offsets = over<const std::int32_t, 1>(offsets, {offsets.size(0)}),
+        .y = view_of<float>(y)};
+    if (to.defined()) args.to = over<const std::int32_t, 1>(to, {to.size(0)});
     kernels::grouped_product(args, stream_of(x));
     return y;
   }
-  offsets.each([&](std::int64_t e, std::int64_t first, std::int64_t rows) {
-    y.narrow(0, first, rows).copy_(product(x.narrow(0, first, rows), w[e].t()));
+  each_expert(offsets, [&](std::int64_t e, std::int64_t first, std::int64_t rows) {
+    y.narrow(0, first, rows).copy_(product(x.narrow(0, first, rows), turned ? w[e] : w[e].t()));
   });
-  return to.defined() ? at::empty_like(y).index_copy_(0, to, y) : y;
+  return to.defined() ? scatter(y, to) : y;
 }
 
-/// grad[e] += dy[rows of e]^T * x[rows of e]. In BF16 the product is rounded before it is added:
-/// one call of torch's for all experts, which has no other result, is several times as fast as one
-/// for each.
-void add_grouped(const Tensor& grad, const Tensor& dy, const Tensor& x, const Offsets& offsets) {
-  if (has_kernels(x) && x.size(1) % 8 == 0 && dy.size(1) % 8 == 0) {
-    Tensor sum = grad;
-    sum.add_(at::_grouped_mm(dy.t(), x, offsets.there().narrow(0, 1, offsets.experts())));
+/// grad[e] += dy[rows of e]^T * x[rows of e].
+void add_grouped(const Tensor& grad, const Tensor& dy, const Tensor& x, const Tensor& offsets) {
+  if (takes_rows(x, dy)) {
+    kernels::grouped_sums({.a = view_of<const Bf16>(dy),
+                           .b = view_of<const Bf16>(x),
+                           .offsets = over<const std::int32_t, 1>(offsets, {offsets.size(0)}),
+                           .sum = over<float, 3>(grad, {grad.size(0), grad.size(1), grad.size(2)})},
+                          stream_of(x));
     return;
   }
-  offsets.each([&](std::int64_t e, std::int64_t first, std::int64_t rows) {
+  each_expert(offsets, [&](std::int64_t e, std::int64_t first, std::int64_t rows) {
     add_product(grad[e], dy.narrow(0, first, rows).t(), x.narrow(0, first, rows));
   });
 }
@@ -133,9 +138,9 @@ Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& round
                    .out = view_of<Bf16>(numbers)},
                   stream_of(gate_up));
   if (rounding) {
-    const Tensor pairs = numbers.index_select(0, sorted.row_of);
+    const Tensor pairs = scatter(numbers, sorted.pair_of);
     rounding(view_of<const Bf16>(pairs), view_of<Bf16>(pairs));
-    numbers = pairs.index_select(0, sorted.pair_of);
+    numbers = gather(pairs, sorted.pair_of);
   }
   return numbers.to(type);
 }
@@ -165,7 +170,7 @@ struct SwigluGrads {
 
 /// `dout` [T * K, F] is the gradient of swiglu but for the gate.
 SwigluGrads swiglu_grads(const Tensor& gate_up, const Tensor& dout, const Tensor& down_in,
-                         const Tensor& gates, const Tensor& row_of, const Tensor& pair_of) {
+                         const Tensor& gates, const Tensor& pair_of) {
   const std::int64_t f = dout.size(1);
   if (has_kernels(down_in) && f % 2 == 0) {
     const SwigluGrads grads = {at::empty(gate_up.sizes(), down_in.options()),
@@ -174,7 +179,7 @@ SwigluGrads swiglu_grads(const Tensor& gate_up, const Tensor& dout, const Tensor
                      .dout = dout.const_data_ptr<float>(),
                      .down_in = static_cast<const Bf16*>(down_in.const_data_ptr()),
                      .gates = gates.const_data_ptr<float>(),
-                     .pair = pair_of.const_data_ptr<std::int64_t>(),
+                     .pair = pair_of.const_data_ptr<std::int32_t>(),
                      .dgate_up = static_cast<Bf16*>(grads.gate_up.data_ptr()),
                      .scaled = static_cast<Bf16*>(grads.scaled.data_ptr()),
                      .dgates = grads.gates.data_ptr<float>(),
@@ -190,7 +195,7 @@ SwigluGrads swiglu_grads(const Tensor& gate_up, const Tensor& dout, const Tensor
   const Tensor s = g.sigmoid(), d = dout * weight;
   const Tensor dg = d * u * s * (1.0 + g * (1.0 - s));
   return {at::cat({dg, d * g * s}, 1).to(type), (a * weight).to(type),
-          (dout * a).sum(1).index_select(0, row_of).view(gates.sizes())};
+          scatter((dout * a).sum(1), pair_of).view(gates.sizes())};
 }
 
 struct Experts : Function<Experts> {
@@ -198,29 +203,26 @@ struct Experts : Function<Experts> {
                         const Tensor& w13, const Tensor& w2, const Tensor& experts,
                         const Rounding& round_slots) {
     const Sorted sorted = sort_by_expert(experts, w13.size(0));
-    const Tensor gate_up = grouped(x.index_select(0, sorted.token_of), w13, *sorted.offsets);
+    const Tensor gate_up = grouped(gather(x, sorted.token_of), w13, false, sorted.offsets);
     const Tensor down_in = swiglu(gate_up, sorted, round_slots, x.scalar_type());
-    const Tensor down = grouped(down_in, w2, *sorted.offsets, sorted.pair_of);
+    const Tensor down = grouped(down_in, w2, false, sorted.offsets, sorted.pair_of);
     ctx->save_for_backward(
-        {x, gates, w13, w2, gate_up, down_in, sorted.row_of, sorted.pair_of, sorted.token_of});
-    ctx->saved_data["offsets"] = c10::IValue::make_capsule(sorted.offsets);
+        {x, gates, w13, w2, gate_up, down_in, sorted.pair_of, sorted.token_of, sorted.offsets});
     return combine(down, gates, x.scalar_type());
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list upstream) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &gates = saved[1], &w13 = saved[2], &w2 = saved[3];
-    const Tensor &row_of = saved[6], &pair_of = saved[7], &token_of = saved[8];
-    const auto kept = ctx->saved_data["offsets"].toCapsule();
-    const auto& offsets = *static_cast<const Offsets*>(kept.get());
+    const Tensor &pair_of = saved[6], &token_of = saved[7], &offsets = saved[8];
 
     // The gate's gradient is taken behind the down projection: dout . w2 x = (dout w2) . x.
-    const Tensor dout = upstream[0].contiguous().index_select(0, token_of);
-    const Tensor dslot = grouped(dout, w2.transpose(1, 2).contiguous(), offsets);
-    const SwigluGrads d = swiglu_grads(saved[4], dslot, saved[5], gates, row_of, pair_of);
+    const Tensor dout = gather(upstream[0].contiguous(), token_of);
+    const Tensor dslot = grouped(dout, w2, true, offsets);
+    const SwigluGrads d = swiglu_grads(saved[4], dslot, saved[5], gates, pair_of);
     add_grouped(grad_of(w2), dout, d.scaled, offsets);
-    add_grouped(grad_of(w13), d.gate_up, x.index_select(0, token_of), offsets);
-    const Tensor din = grouped(d.gate_up, w13.transpose(1, 2).contiguous(), offsets, pair_of);
+    add_grouped(grad_of(w13), d.gate_up, gather(x, token_of), offsets);
+    const Tensor din = grouped(d.gate_up, w13, true, offsets, pair_of);
     const Tensor none;
     return {combine(din, at::ones_like(gates), x.scalar_type()), d.gates, none, none, none, none};
   }
@@ -231,10 +233,6 @@ struct Experts : Function<Experts> {
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
                const Tensor& experts, const Rounding& round_slots) {
   return Experts::apply(x, gates, w13, w2, experts, round_slots);
-}
-
-Tensor choose_experts(const Tensor& p, std::int64_t k) {
-  return std::get<1>(p.sort(/*stable=*/true, 1, /*descending=*/true)).narrow(1, 0, k).contiguous();
 }
 
 }  // namespace lockstep::ops::cuda

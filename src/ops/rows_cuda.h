@@ -52,7 +52,7 @@ struct SwigluBackward {
   const float* dout = nullptr;         // [rows, F]
   const Bf16* down_in = nullptr;       // [rows, F]
   const float* gates = nullptr;        // [rows] by pair
-  const std::int64_t* pair = nullptr;  // [rows]
+  const std::int32_t* pair = nullptr;  // [rows]
   Bf16* dgate_up = nullptr;            // [rows, 2F] gate * dout * da
   Bf16* scaled = nullptr;              // [rows, F] gate * down_in
   float* dgates = nullptr;             // [rows] by pair: sum dout * down_in
@@ -60,5 +60,63 @@ struct SwigluBackward {
   std::int32_t width = 0;  // F, even
 };
 void swiglu_backward(const SwigluBackward& args, Device device, Stream stream);
+
+/// The chosen experts' probabilities, of a softmax over all; with `normalize` divided by their sum.
+struct Gates {
+  const float* logits = nullptr;         // [rows, experts]
+  const std::int32_t* chosen = nullptr;  // [rows, slots], distinct in a row
+  float* gates = nullptr;                // [rows, slots]
+  std::int64_t rows = 0;
+  std::int32_t experts = 0;
+  std::int32_t slots = 0;
+  bool normalize = true;
+};
+void gates(const Gates& args, Device device, Stream stream);
+
+struct GatesBackward {
+  Gates of{};                     // whose gates are read
+  const float* dgates = nullptr;  // [rows, slots]
+  float* dlogits = nullptr;       // [rows, experts]
+};
+void gates_backward(const GatesBackward& args, Device device, Stream stream);
+
+/// Rows of `theirs` that are present replace the chosen ones; *mismatched grows by those that are
+/// another set.
+struct Follow {
+  const std::int32_t* theirs = nullptr;  // [rows, slots], distinct in a row
+  const std::uint8_t* present = nullptr;
+  std::int32_t* chosen = nullptr;            // [rows, slots]
+  unsigned long long* mismatched = nullptr;  // or nobody counts
+  std::int64_t rows = 0;
+  std::int32_t slots = 0;
+};
+void follow(const Follow& args, Device device, Stream stream);
+
+/// Of each row of logits: log softmax(logits / temperature) of its token, the logarithm of the sum
+/// that divides, and the entropy of all.
+struct ScoreRows {
+  const float* logits = nullptr;       // [rows, vocabulary]
+  const float* temperature = nullptr;  // [rows]
+  const std::int64_t* token = nullptr;
+  float* logp = nullptr;
+  float* log_sum = nullptr;
+  float* entropy = nullptr;
+  std::int64_t rows = 0;
+  std::int32_t vocabulary = 0;  // a multiple of four
+};
+void score_rows(const ScoreRows& args, Device device, Stream stream);
+
+/// d loss / d logits from slope = d loss / d logp, rounded to BF16.
+struct ScoreRowsBackward {
+  const float* logits = nullptr;
+  const float* temperature = nullptr;
+  const float* log_sum = nullptr;
+  const float* slope = nullptr;  // [rows]
+  const std::int64_t* token = nullptr;
+  Bf16* d = nullptr;  // [rows, vocabulary]
+  std::int64_t rows = 0;
+  std::int32_t vocabulary = 0;
+};
+void score_rows_backward(const ScoreRowsBackward& args, Device device, Stream stream);
 
 }  // namespace lockstep::ops::cuda

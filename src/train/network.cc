@@ -7,7 +7,9 @@
 
 #include <algorithm>
 
+#include "base/build.h"
 #include "ops/attention.h"
+#include "ops/cuda.h"
 #include "ops/device.h"
 #include "ops/experts.h"
 
@@ -132,15 +134,26 @@ Tensor Network::attention(std::int32_t layer, const Tensor& h, const Pack& pack,
   return ops::linear(o, w.o, bf16_);
 }
 
+Network::Routing Network::route(Layer layer, const Tensor& logits, const Sites& sites) const {
+  if constexpr (build::has_cuda) {
+    if (logits.is_cuda()) {
+      const Tensor chosen = sites.experts(layer, logits.detach());
+      return {chosen, ops::cuda::gates(logits, chosen, config_.normalize_gates)};
+    }
+  }
+  const Tensor p = logits.softmax(-1);
+  const Tensor chosen = sites.experts(layer, p.detach());
+  const Tensor gates = p.gather(1, chosen);
+  return {chosen, config_.normalize_gates ? gates / gates.sum(1, true) : gates};
+}
+
 Tensor Network::mlp(std::int32_t layer, const Tensor& h, const Sites& sites) const {
   const LayerWeights& w = layers_[static_cast<std::size_t>(layer)];
   const Tensor x = ops::rms_norm(h, w.mlp_norm, config_.rms_eps, bf16_);
   // The selection is constant; gates carry the gradient, through the chosen experts' logits where
   // they are normalised and through all of them where they are not.
-  const Tensor p = ops::linear(x, w.router, false).softmax(-1);
-  const Tensor chosen = sites.experts(Layer{layer}, p.detach());
-  Tensor gates = p.gather(1, chosen);
-  if (config_.normalize_gates) gates = gates / gates.sum(1, true);
+  const Tensor logits = ops::linear(x, w.router, false);
+  const auto [chosen, gates] = route(Layer{layer}, logits, sites);
   ops::Coded coded;
   if (const ExpertCodes* codes = parameters_.codes(Layer{layer})) {
     coded = {&codes->gate_up, &codes->down, sites.activation_rule(), x.detach()};
@@ -174,6 +187,12 @@ Tensor scaled_logits(const Tensor& normed, const Tensor& head, const Tensor& tem
       .div_(temperature.narrow(0, first, rows));
 }
 
+/// Whether one kernel takes what follows the head's product.
+bool scored_by_kernel(const Tensor& normed, std::int64_t vocabulary) {
+  if constexpr (build::has_cuda) return ops::cuda::scores_rows(normed, vocabulary);
+  return false;
+}
+
 /// [scored, 1]
 Tensor temperatures(const Pack& pack, const at::Device& device) {
   return ops::upload(ops::over(pack.temperature, at::kFloat), device).unsqueeze(1);
@@ -205,7 +224,19 @@ Scores Network::score(const Tensor& h, const Pack& pack, bool with_grad) const {
   const Tensor logp = at::empty_like(scores.log_sum),
                entropy = at::zeros({}, logp.options().dtype(at::kDouble));
   const Tensor top = at::empty(top_token.sizes(), logp.options());
+  const bool by_kernel = scored_by_kernel(scores.normed, head_.size(0)) && scores.top_logp.empty();
   by_logits(rows, head_, [&](std::int64_t first, std::int64_t count) {
+    if constexpr (build::has_cuda) {
+      if (by_kernel) {
+        const Tensor spread = at::empty({count}, logp.options());
+        ops::cuda::score_rows(ops::product(scores.normed.narrow(0, first, count), head_.t()),
+                              temperature.narrow(0, first, count), tokens.narrow(0, first, count),
+                              logp.narrow(0, first, count), scores.log_sum.narrow(0, first, count),
+                              spread);
+        entropy.add_(spread.sum(at::kDouble));
+        return;
+      }
+    }
     const Tensor logits = scaled_logits(scores.normed, head_, temperature, first, count);
     const Tensor all = at::log_softmax(logits, -1);
     logp.narrow(0, first, count)
@@ -248,7 +279,20 @@ Tensor Network::score_backward(const Scores& scores, const Pack& pack, std::span
     };
     const Tensor upstream = slopes(dlogp, {rows, 1});
     const Tensor top_slopes = dtop.empty() ? Tensor() : slopes(dtop, {rows, pack.top});
+    const bool by_kernel = scored_by_kernel(scores.normed, head_.size(0)) && dtop.empty();
     by_logits(rows, head_, [&](std::int64_t first, std::int64_t count) {
+      if constexpr (build::has_cuda) {
+        if (by_kernel) {
+          const Tensor x = scores.normed.detach().narrow(0, first, count);
+          const Tensor d = ops::cuda::score_rows_backward(
+              ops::product(x, head_.t()), temperature.narrow(0, first, count),
+              tokens.narrow(0, first, count), scores.log_sum.narrow(0, first, count),
+              upstream.narrow(0, first, count));
+          ops::product_out(d, head_, dnormed.narrow(0, first, count));
+          ops::add_product(head_grad_, d.t(), x);
+          return;
+        }
+      }
       // d logp / d logits = (one-hot - softmax) / temperature
       Tensor d = scaled_logits(scores.normed, head_, temperature, first, count);
       d.sub_(scores.log_sum.narrow(0, first, count).unsqueeze(1)).exp_().neg_();

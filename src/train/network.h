@@ -60,6 +60,11 @@ class Network {
   void embed_backward(const at::Tensor& dh, const Pack& pack) const;
 
  private:
+  struct Routing {
+    at::Tensor chosen;  // [T, K] experts
+    at::Tensor gates;   // [T, K]
+  };
+  Routing route(Layer layer, const at::Tensor& logits, const Sites& sites) const;
   at::Tensor attention(std::int32_t layer, const at::Tensor& h, const Pack& pack,
                        const Sites& sites) const;
   void add_top(const at::Tensor& d, const Scores& scores, const at::Tensor& temperature,

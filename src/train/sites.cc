@@ -194,7 +194,7 @@ Sites::Choice Sites::own(Layer layer, std::int64_t k) const {
 
 void Sites::keep_own(Layer layer, const Tensor& chosen) const {
   const std::int64_t k = chosen.size(1);
-  const Tensor here = chosen.cpu();
+  const Tensor here = chosen.to(at::kCPU, at::kLong);
   const std::int64_t* all = here.const_data_ptr<std::int64_t>();
   for (std::size_t i = 0; i < pack_.start.size(); ++i) {
     std::vector<std::uint16_t>& routes = (*own_.keep)[pack_.first + i];
@@ -235,7 +235,7 @@ void Sites::show_experts(Layer layer, const Tensor& chosen) const {
   if (reveal_.sink == nullptr || pack_.keys.empty()) return;
   const Place place = {layer, Site::kRouter};
   const std::int64_t k = chosen.size(1);
-  const Tensor here = chosen.cpu();
+  const Tensor here = chosen.to(at::kCPU, at::kLong);
   const std::int64_t* all = here.const_data_ptr<std::int64_t>();
   std::vector<std::uint8_t> rows;
   for (const std::int64_t row : pack_.key_row) {

@@ -67,7 +67,8 @@ class Sites {
   at::Tensor kv(Place place, const at::Tensor& x) const;
 
   /// The experts of each token, in their order: those of an earlier pass or the recorded ones, or
-  /// those that the trainer's own router prefers.   p [T, E] -> int64 [T, K]
+  /// those that the trainer's own router prefers.   p [T, E] -> int64 [T, K]; on a CUDA device
+  /// logits [T, E] -> int32
   at::Tensor experts(Layer layer, const at::Tensor& p) const;
 
  private:

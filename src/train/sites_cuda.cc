@@ -17,6 +17,7 @@
 
 #include "kernels/exact/audit.h"
 #include "kernels/exact/guide.h"
+#include "ops/cuda.h"
 #include "ops/device.h"
 #include "train/read_ahead.h"
 #include "train/sites.h"
@@ -44,7 +45,7 @@ struct Sites::Later {
 /// A place's records on the device.
 struct Sites::There {
   RowLayout layout;
-  at::Tensor rows;            // uint8 [rows, layout.bytes()], or int64 [rows, K] experts
+  at::Tensor rows;            // uint8 [rows, layout.bytes()], or int32 [rows, K] experts
   at::Tensor present;         // uint8 [rows]
   std::int64_t followed = 0;  // how many are present
   RowLayout code_layout;
@@ -99,7 +100,9 @@ Sites::There Sites::bring(Place place, const at::Device& device) const {
   if (place.site == Site::kRouter) {
     const std::int64_t k = agreement_.model.experts_per_token;
     const Choice choice = own_.follow != nullptr ? own(place.layer, k) : recorded(place.layer, k);
-    there.rows = pinned_copy(choice.experts.data(), {pack_.rows(), k}, at::kLong);
+    there.rows = pinned({pack_.rows(), k}, at::kInt);
+    std::ranges::transform(choice.experts, there.rows.data_ptr<std::int32_t>(),
+                           [](std::int64_t expert) { return static_cast<std::int32_t>(expert); });
     there.present = pinned_copy(choice.present.data(), {pack_.rows()}, at::kByte);
     there.followed = std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
   } else if (imitates(place) && follows(place)) {
@@ -173,16 +176,16 @@ Sites::There Sites::there(Place place, const at::Device& device) const {
 
 void Sites::follow_there(Layer layer, const Tensor& chosen) const {
   const There choice = there({layer, Site::kRouter}, chosen.device());
-  const Tensor present = choice.present.to(at::kBool);
+  Tensor mismatched;
   if (tally_ != nullptr) {
-    const Tensor same = (chosen.unsqueeze(2) == choice.rows.unsqueeze(1)).any(2).all(1);
-    const Tensor mismatched = present.logical_and(same.logical_not()).sum();
-    later().mismatched =
-        later().mismatched.defined() ? later().mismatched + mismatched : mismatched;
+    if (!later().mismatched.defined()) {
+      later().mismatched = at::zeros({1}, chosen.options().dtype(at::kLong));
+    }
+    mismatched = later().mismatched;
     later().followed += choice.followed;
     ++later().layers;
   }
-  chosen.copy_(at::where(present.unsqueeze(1), choice.rows, chosen));
+  ops::cuda::follow(choice.rows, choice.present, chosen, mismatched);
 }
 
 Sites::Later& Sites::later() const {

@@ -20,6 +20,10 @@ void dispatch(const DispatchArgs& args, Stream stream) {
              " experts, room for ", args.row_of.size(), " rows and ", args.slot_of.size(),
              " slots; expected one offset more than experts and ", items, " of the others"}));
   }
+  const std::int64_t room = dispatch_room(rows * slots, args.num_experts);
+  if (!args.room.empty() && std::ssize(args.room) < room) {
+    throw Error(cat({"dispatch: room for ", args.room.size(), " numbers; expected ", room}));
+  }
   if (on_cuda("dispatch", device)) {
     if constexpr (build::has_cuda) return dispatch_cuda(args, stream);
   }

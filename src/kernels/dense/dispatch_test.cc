@@ -43,7 +43,7 @@ TEST_P(DispatchOn, SortsItemsByExpertAndKeepsTheirOrder) {
   const Device device = GetParam();
   std::mt19937 random(4);
   for (const std::int32_t count : {1, 2, 6, 31, 128, 512, 3000}) {
-    for (const std::int32_t rows : {1, 3, 16, 64, 129, 2048}) {
+    for (const std::int32_t rows : {1, 3, 16, 64, 129, 2048, 2061}) {
       const std::int32_t slots = std::min(count, 8);
       std::vector<std::int32_t> experts;
       for (std::int32_t i = 0; i < rows * slots; ++i) {
@@ -57,15 +57,19 @@ TEST_P(DispatchOn, SortsItemsByExpertAndKeepsTheirOrder) {
       const auto span = [](const Buffer& b) {
         return std::span(b.as<std::int32_t>(), static_cast<std::size_t>(b.bytes() / 4));
       };
-      dispatch({.experts = rows_of(from.as<const std::int32_t>(), rows, slots, device),
-                .num_experts = count,
-                .offsets = span(offsets),
-                .row_of = span(row_of),
-                .slot_of = span(slot_of)},
-               {});
-      const Items got = {to_host<std::int32_t>(offsets), to_host<std::int32_t>(row_of),
-                         to_host<std::int32_t>(slot_of)};
-      ASSERT_TRUE(got == expected(experts, slots, count)) << rows << " rows, " << count;
+      const Buffer room(device, dispatch_room(rows * slots, count) * 4);
+      for (const bool roomy : {false, true}) {
+        dispatch({.experts = rows_of(from.as<const std::int32_t>(), rows, slots, device),
+                  .num_experts = count,
+                  .offsets = span(offsets),
+                  .row_of = span(row_of),
+                  .slot_of = span(slot_of),
+                  .room = roomy ? span(room) : std::span<std::int32_t>()},
+                 {});
+        const Items got = {to_host<std::int32_t>(offsets), to_host<std::int32_t>(row_of),
+                           to_host<std::int32_t>(slot_of)};
+        ASSERT_TRUE(got == expected(experts, slots, count)) << rows << " rows, " << count;
+      }
     }
   }
 }
