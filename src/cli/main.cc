@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "base/error.h"
 #include "base/text.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
 #include "cli/log.h"
+#include "cli/said.h"
 #include "cli/verbs.h"
 
 namespace lockstep::cli {
@@ -376,21 +376,6 @@ void fill_standard_streams() {
   }
 }
 
-/// What a library threw, in words that say what to do.
-std::string said(const std::exception& failed) {
-  const std::string what = failed.what();
-  if (dynamic_cast<const std::bad_alloc*>(&failed) != nullptr ||
-      what.find("can't allocate memory") != std::string::npos) {  // torch's own
-    return "the memory is used up; ./lockstep doctor RECIPE says what a recipe takes: lower "
-           "schedule.prompts or samples, rollout.cache or trainer.tokens_per_pass";
-  }
-  if (const auto* file = dynamic_cast<const std::filesystem::filesystem_error*>(&failed)) {
-    const std::string other = file->path2().empty() ? "" : " (to " + file->path2().string() + ")";
-    return file->path1().string() + other + ": " + file->code().message();
-  }
-  return "a fault of lockstep's own, which stopped it: " + what.substr(0, what.find('\n'));
-}
-
 }  // namespace
 }  // namespace lockstep::cli
 
@@ -402,8 +387,6 @@ int main(int argc, char** argv) {
   } catch (const lockstep::cli::Usage& wrong) {
     lockstep::cli::error(wrong.what());
     return 2;
-  } catch (const lockstep::Error& failed) {
-    lockstep::cli::error(failed.what());
   } catch (const std::exception& failed) {
     lockstep::cli::error(lockstep::cli::said(failed));
   }

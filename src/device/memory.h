@@ -106,6 +106,12 @@ void copy_bytes(void* to, Device to_device, const void* from, Device from_device
 void fill_bytes(void* to, Device device, std::uint8_t value, std::int64_t bytes,
                 Stream stream = {});
 
+/// The remedy where a CUDA device failed in its work: no later call of the process gets an answer
+/// from it.
+inline constexpr const char* kBeginAgain =
+    "this process cannot use the device any more: give the same command again, and a run goes on "
+    "from its last checkpoint";
+
 /// Waits for all work given to the stream. Throws Error in the device's words where it failed.
 void synchronize(Device device, Stream stream = {});
 

@@ -393,21 +393,25 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   return b;
 }
 
+void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& b) {
+  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer + b.evaluation;
+  if (needed <= memory.free) return;
+  throw Error(cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
+                   bytes_text(memory.total), " free; ", bytes_text(needed),
+                   " are needed: rollout weights take ", bytes_text(b.rollout_weights),
+                   ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
+                   " and evaluation ", bytes_text(b.evaluation),
+                   ": lower rollout.cache, or choose a smaller model or another device"}));
+}
+
 Device ready_device(const std::string& name, const Budget& b) {
   const Device device = device_named(name);
   if (device.kind == Device::Kind::kCpu) return device;
   if (const std::string why = why_unusable(device); !why.empty()) {
     throw Error(cat({"device is ", name, ": ", why}));
   }
-  const DeviceMemory memory = device_memory(device);
-  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer + b.evaluation;
-  if (needed <= memory.free) return device;
-  throw Error(
-      cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
-           bytes_text(memory.total), " free; rollout weights take ", bytes_text(b.rollout_weights),
-           ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
-           " and evaluation ", bytes_text(b.evaluation),
-           ": lower rollout.cache, or choose a smaller model or another device"}));
+  require_memory(name, device_memory(device), b);
+  return device;
 }
 
 SettledDevice settle_device(const std::string& name, const Budget& budget,

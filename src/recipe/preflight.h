@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "device/view.h"
+#include "device/memory.h"
 #include "recipe/recipe.h"
 
 namespace lockstep::recipe {
@@ -55,6 +55,10 @@ SettledDevice settle_device(const std::string& name, const Budget& budget,
 /// Of a recipe's run, or where nothing `trains`, of its rollouts.
 SettledDevice settle_device(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
                             bool trains = true);
+
+/// Of a device's memory as it is. Throws Error with the bytes that are there, those needed and what
+/// takes them where the budget does not fit.
+void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& budget);
 
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);

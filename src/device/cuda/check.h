@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "device/view.h"
+#include "device/memory.h"
 
 namespace lockstep::cuda {
 
@@ -17,7 +17,9 @@ inline void require(cudaError_t status, const char* call,
                     std::source_location where = std::source_location::current()) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // it is told here; the next launch must not be blamed for it
-  throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"}),
+  const bool stays = cudaGetLastError() != cudaSuccess;
+  throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")",
+                   stays ? "; " : "", stays ? kBeginAgain : ""}),
               where);
 }
 

@@ -2,50 +2,34 @@
 #include <limits>
 #include <mutex>
 
+#include "base/build.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/facts.h"
 
 namespace lockstep::cuda {
 namespace {
 
-// sm_90a runs on 9.0 alone. What is compiled for sm_100a has not run yet, and lacks the grouped
-// product.
-bool has_kernels_for(int major, int minor) { return major == 9 && minor == 0; }
-
-std::string look(std::int8_t index) {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status == cudaErrorInsufficientDriver) {
-    int driver = 0;
-    int runtime = 0;
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (driver == 0) return "there is no NVIDIA driver on this machine; use device = \"cpu\"";
-    return cat({"the NVIDIA driver speaks CUDA ", driver / 1000, ".", driver % 1000 / 10,
-                ", this build needs ", runtime / 1000, ".", runtime % 1000 / 10,
-                "; update the driver"});
-  }
-  if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0)) {
-    return "there is no CUDA device on this machine; use device = \"cpu\"";
-  }
+Facts look(std::int8_t index) {
+  using Runtime = Facts::Runtime;
+  Facts facts = {.index = index, .architectures = build::cuda_architectures};
+  const cudaError_t status = cudaGetDeviceCount(&facts.devices);
+  cudaDriverGetVersion(&facts.driver_version);
+  cudaRuntimeGetVersion(&facts.runtime_version);
   if (status != cudaSuccess) {
-    return cat({"the CUDA runtime does not start: ", cudaGetErrorString(status)});
+    cudaGetLastError();  // it is answered here
+    facts.runtime = status == cudaErrorInsufficientDriver ? Runtime::kOldDriver
+                    : status == cudaErrorNoDevice         ? Runtime::kNoDevice
+                                                          : Runtime::kFails;
+    facts.said = cudaGetErrorString(status);
+    return facts;
   }
-  if (index < 0 || index >= count) {
-    return cat({"there is no CUDA device ", static_cast<int>(index), ", only ", count,
-                count == 1 ? " is there" : " are there"});
-  }
-  int major = 0;
-  int minor = 0;
-  require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index),
+  if (index < 0 || index >= facts.devices) return facts;
+  require(cudaDeviceGetAttribute(&facts.major, cudaDevAttrComputeCapabilityMajor, index),
           "cudaDeviceGetAttribute");
-  require(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index),
+  require(cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, index),
           "cudaDeviceGetAttribute");
-  if (!has_kernels_for(major, minor)) {
-    return cat({"CUDA device ", static_cast<int>(index), " has compute capability ", major, ".",
-                minor, ", the kernels are made for 9.0; use device = \"cpu\""});
-  }
-  return "";
+  return facts;
 }
 
 /// The device's own pool, told once to keep what it is given back.
@@ -64,8 +48,8 @@ cudaMemPool_t pool_of(std::int8_t index) {
 }  // namespace
 
 std::string why_unusable(std::int8_t index) {
-  if (index != 0) return look(index);
-  static const std::string first = look(0);
+  if (index != 0) return why_unusable(look(index));
+  static const std::string first = why_unusable(look(0));
   return first;
 }
 
