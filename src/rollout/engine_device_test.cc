@@ -108,9 +108,9 @@ TEST_P(EngineBesideCpu, PassesThatAreReplayedGiveTheSameBits) {
   const std::vector<Trajectory> out = generate(together.engine, requests);
   const Metrics seen = together.engine.metrics();
   if (on_cuda()) {
-    EXPECT_GT(seen.at("rollout/replayed_passes"), 20.0);
+    EXPECT_GT(seen.at("perf/replayed_passes"), 20.0);
   } else {
-    EXPECT_EQ(seen.at("rollout/replayed_passes"), 0.0);
+    EXPECT_EQ(seen.at("perf/replayed_passes"), 0.0);
   }
   std::vector<Trajectory> one_by_one;
   for (const Request& r : requests) {

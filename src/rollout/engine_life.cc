@@ -156,7 +156,7 @@ Metrics Engine::metrics() {
               {"rollout/recalled_tokens", number(c.recalled_tokens)},
               {"rollout/rewritten_tokens", number(c.rewritten_tokens)},
               {"rollout/passes", number(c.passes)},
-              {"rollout/replayed_passes", number(impl_->forward.take_replays())},
+              {"perf/replayed_passes", number(impl_->forward.take_replays())},
               {"rollout/rows_per_pass", c.passes > 0 ? number(c.rows) / number(c.passes) : 0.0},
               {"rollout/seconds", c.seconds},
               {"rollout/tokens_per_s", c.seconds > 0.0 ? number(c.tokens) / c.seconds : 0.0},

@@ -12,14 +12,33 @@
 
 namespace lockstep::cuda {
 
+/// Whether a failure is of work that ran on the device, after which the process's every call there
+/// fails alike.
+inline bool is_lasting(cudaError_t status) {
+  switch (status) {
+    case cudaErrorLaunchFailure:
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorAssert:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorUnknown: return true;
+    default: return false;
+  }
+}
+
 /// Throws Error "CALL: what the runtime says" unless `status` is success.
 inline void require(cudaError_t status, const char* call,
                     std::source_location where = std::source_location::current()) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // it is told here; the next launch must not be blamed for it
-  const bool stays = cudaGetLastError() != cudaSuccess;
+  const bool lasting = is_lasting(status);
   throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")",
-                   stays ? "; " : "", stays ? kBeginAgain : ""}),
+                   lasting ? "; " : "", lasting ? kBeginAgain : ""}),
               where);
 }
 
