@@ -125,7 +125,7 @@ struct DecodePass {
       for (std::int32_t page = 0; page < pages; ++page) {
         table.push_back(page * of.rows + (row + page * 7) % of.rows);
       }
-      pass.tokens.push_back(row * 1009 % 151936);
+      pass.tokens.push_back(row * 1009 % 4096);
       pass.positions.push_back(of.context - 1);
       pass.keys.push_back({SpanId{static_cast<std::uint64_t>(row) + 1}, of.context - 1});
       pass.sequence.push_back(row);
@@ -161,81 +161,160 @@ double bytes_of(const ModelConfig& model, const Contract& contract, const Decodi
   return bytes + static_cast<double>(token_bytes) * of.context * of.rows;
 }
 
-double median_ms(Forward& forward, const Pass& pass, std::span<const LayerKv> cache,
-                 Capture& capture) {
+struct PassTime {
+  double ms = 0;       // from one pass to the next
+  double host_ms = 0;  // of it, until the host has given everything
+};
+
+PassTime median_time(Forward& forward, const Pass& pass, std::span<const LayerKv> cache,
+                     Capture& capture) {
   using Clock = std::chrono::steady_clock;
-  std::vector<double> times;
+  const auto since = [](Clock::time_point began) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - began).count();
+  };
+  std::vector<double> times, host;
   for (int i = 0; i < 15; ++i) {  // the first ones find memory and note the graph
     const auto began = Clock::now();
     capture.begin(pass);
     forward.run(pass, cache, capture);
+    const double given = since(began);
     capture.flush();  // of the pass before
     capture.send();
     forward.finish();
-    times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - began).count());
+    if (i < 4) continue;
+    times.push_back(since(began));
+    host.push_back(given);
   }
   capture.flush();
-  times.erase(times.begin(), times.begin() + 4);
   std::nth_element(times.begin(), times.begin() + 5, times.end());
-  return times[5];
+  std::nth_element(host.begin(), host.begin() + 5, host.end());
+  return {times[5], host[5]};
 }
 
-void decode(cuda::Bench& bench, const char* name, Contract contract,
-            const std::vector<Decoding>& cases) {
-  const ModelConfig model = testing::qwen3_30b_a3b();
-  if (contract.k.quantizes())
-    contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
-  Agreement agreement = {.model = model, .contract = contract, .guide = {}};
-  agreement.guide = {.mode = Guidance::kLsb,
-                     .sites = {Site::kW13In},
-                     .layers = LayerSet::range(0, model.num_layers),
-                     .replay_experts = true};
-  const OwnedStream stream(bench.device());
-  Forward forward(agreement, {}, bench.device(), stream);
-  {
-    MadeUp weights(bench, agreement.model, contract);
-    WeightSink& sink = forward.weights();
-    sink.begin(WeightVersion{1}, contract.id());
-    for (const WeightId& id : weight_ids(agreement.model)) sink.put(weights.weight(id));
+/// A model's weights under a contract, and passes over it.
+class Decoder {
+ public:
+  Decoder(cuda::Bench& bench, const char* name, const ModelConfig& model, Contract contract)
+      : bench_(bench), name_(name), agreement_(agreement(model, std::move(contract))) {
+    MadeUp weights(bench, model, agreement_.contract);
+    WeightSink& sink = forward_.weights();
+    sink.begin(WeightVersion{1}, agreement_.contract.id());
+    for (const WeightId& id : weight_ids(model)) sink.put(weights.weight(id));
     sink.commit();
   }
-  fixture::Discard sink;
-  Capture none(agreement, nullptr, false, bench.device(), stream);
-  Capture all(agreement, &sink, false, bench.device(), stream);
-  for (const Decoding& of : cases) {
-    const MadeUpCache cache(bench, agreement, DecodePass::pages_of(of));
+
+  /// Measures and prints a row.
+  PassTime run(const Decoding& of) {
+    const MadeUpCache cache(bench_, agreement_, DecodePass::pages_of(of));
     const DecodePass decode(of);
-    const double ms = median_ms(forward, decode.pass, cache.layers(), of.captured ? all : none);
-    const double bytes = bytes_of(agreement.model, contract, of, cache.token_bytes());
-    const double floor = bytes / bench.ceilings().read * 1e3;
-    std::printf("%-38s B %d, %dK tokens%s %8.2f ms %8.0f MB %6.3f TB/s  floor %.3f\n", name,
+    const PassTime time =
+        median_time(forward_, decode.pass, cache.layers(), of.captured ? all_ : none_);
+    const double bytes = bytes_of(agreement_.model, agreement_.contract, of, cache.token_bytes());
+    const double floor = bytes / bench_.ceilings().read * 1e3;
+    std::printf("%-38s B %d, %dK tokens%s %8.2f ms %8.0f MB %6.3f TB/s  floor %.3f\n", name_,
                 of.rows, of.context / 1024,
                 of.captured ? ", captured"
                 : of.graph  ? ""
                             : ", no graph",
-                ms, bytes / 1e6, bytes / ms / 1e9, floor / ms);
+                time.ms, bytes / 1e6, bytes / time.ms / 1e9, floor / time.ms);
     std::fflush(stdout);
+    return time;
   }
+
+  /// Of a token in all layers of the cache.
+  std::int64_t token_bytes() const {
+    return cache_layout(agreement_, kPageTokens)[0].k.page_bytes / kPageTokens;
+  }
+
+ private:
+  static Agreement agreement(const ModelConfig& model, Contract contract) {
+    if (contract.k.quantizes())
+      contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
+    return {.model = model,
+            .contract = std::move(contract),
+            .guide = {.mode = Guidance::kLsb,
+                      .sites = {Site::kW13In},
+                      .layers = LayerSet::range(0, model.num_layers),
+                      .replay_experts = true}};
+  }
+
+  cuda::Bench& bench_;
+  const char* name_;
+  Agreement agreement_;
+  OwnedStream stream_{bench_.device()};
+  Forward forward_{agreement_, {}, bench_.device(), stream_};
+  fixture::Discard sink_;
+  Capture none_{agreement_, nullptr, false, bench_.device(), stream_};
+  Capture all_{agreement_, &sink_, false, bench_.device(), stream_};
+};
+
+/// How many sequences of 64K and 128K tokens a cache of so many bytes holds, and the tokens a
+/// second that they come to.
+constexpr double kCacheBytes = 40e9;
+constexpr std::int32_t kLong[] = {1 << 16, 1 << 17};
+
+std::vector<double> long_contexts(Decoder& decoder) {
+  std::vector<double> rates;
+  for (const std::int32_t context : kLong) {
+    const double each = static_cast<double>(decoder.token_bytes()) * context;
+    const auto rows = static_cast<std::int32_t>(kCacheBytes / each);
+    rates.push_back(rows / decoder.run({rows, context}).ms * 1e3);
+    std::printf("  %d sequences of %dK in %.0f GB: %.0f tokens/s\n", rows, context / 1024,
+                kCacheBytes / 1e9, rates.back());
+  }
+  return rates;
 }
 
 void decode_entry(cuda::Bench& bench) {
   bench.heading("a decoding pass of Qwen3-30B-A3B's 48 layers and head");
-  const std::int32_t layers = testing::qwen3_30b_a3b().num_layers;
-  decode(bench, "decode nvfp4 (W4A4, FP4 cache)", contracts::lockstep(layers),
-         {{1, 8192},
-          {1, 8192, false, false},
-          {8, 8192},
-          {64, 8192},
-          {64, 8192, true},
-          {64, 8192, false, false},
-          {128, 8192},
-          {8, 65536},
-          {8, 131072},
-          {32, 65536}});
-  decode(bench, "decode bf16", contracts::bf16(),
-         {{1, 8192}, {8, 8192}, {64, 8192}, {8, 65536}, {8, 131072}});
+  const ModelConfig model = testing::qwen3_30b_a3b();
+  std::vector<double> codes, plain;
+  {
+    Decoder decoder(bench, "decode nvfp4 (W4A4, FP4 cache)", model,
+                    contracts::lockstep(model.num_layers));
+    for (const Decoding& of : std::vector<Decoding>{{1, 8192},
+                                                    {1, 8192, false, false},
+                                                    {8, 8192},
+                                                    {64, 8192},
+                                                    {64, 8192, true},
+                                                    {64, 8192, false, false},
+                                                    {128, 8192},
+                                                    {8, 65536},
+                                                    {8, 131072},
+                                                    {32, 65536}}) {
+      decoder.run(of);
+    }
+    codes = long_contexts(decoder);
+  }
+  Decoder decoder(bench, "decode bf16", model, contracts::bf16());
+  for (const Decoding& of :
+       std::vector<Decoding>{{1, 8192}, {8, 8192}, {64, 8192}, {8, 65536}, {8, 131072}}) {
+    decoder.run(of);
+  }
+  plain = long_contexts(decoder);
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    std::printf("in %.0f GB of cache, %dK tokens: FP4 has %.2f times BF16's tokens a second\n",
+                kCacheBytes / 1e9, kLong[i] / 1024, codes[i] / plain[i]);
+  }
 }
 
+/// The host's time for a pass by layers: a graph is one call. Few experts, which change nothing of
+/// what the host does.
+void law_of_host(cuda::Bench& bench) {
+  cuda::Law law = {.cost = "decode pass, the host's time", .size = "layers", .within = 0.1};
+  law.slope = 0;
+  for (const std::int32_t layers : {6, 12, 24, 48}) {
+    ModelConfig model = testing::qwen3_30b_a3b();
+    model.num_layers = layers;
+    model.num_experts = 16;
+    model.vocabulary = 4096;
+    Decoder decoder(bench, "decode nvfp4", model, contracts::lockstep(layers));
+    law.add(layers, decoder.run({64, 1024}).host_ms);
+  }
+  bench.judge(law);
+}
+
+const cuda::BenchEntry kHost("law_host", law_of_host);
 const cuda::BenchEntry kDecode("whole_pass", decode_entry);
 
 }  // namespace

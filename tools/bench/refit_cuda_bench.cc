@@ -56,10 +56,15 @@ class MadeUpMasters final : public WeightSource {
   Buffer others_;
 };
 
-void refit_entry(cuda::Bench& bench) {
-  bench.heading("a whole refit of two layers of Qwen3-30B-A3B's shape");
+struct Refits {
+  double first = 0, median = 0, least = 0, most = 0;  // milliseconds
+  double parameters = 0;                              // of experts, which are quantized
+};
+
+/// Layers of Qwen3-30B-A3B's shape.
+Refits refits(const cuda::Bench& bench, std::int32_t layers) {
   ModelConfig model = testing::qwen3_30b_a3b();
-  model.num_layers = 2;
+  model.num_layers = layers;
   model.vocabulary = 1024;
   Contract contract = contracts::lockstep(model.num_layers);
   contract.kv_exponents.assign(static_cast<std::size_t>(2 * model.num_layers), 0);
@@ -69,20 +74,38 @@ void refit_entry(cuda::Bench& bench) {
   const auto milliseconds = [&](std::int64_t version) {
     return 1e3 * sync::refit(masters, weights, contract, {version}).at("fp4/refit/seconds");
   };
-  const double first = milliseconds(1);
+  Refits seen = {.first = milliseconds(1), .parameters = layers * 128.0 * 3 * 768 * 2048};
   std::vector<double> times;
   for (std::int64_t version = 2; version <= 10; ++version) times.push_back(milliseconds(version));
   std::ranges::sort(times);
-  const double median = times[times.size() / 2];
+  seen.median = times[times.size() / 2];
+  seen.least = times.front();
+  seen.most = times.back();
+  return seen;
+}
+
+void refit_entry(cuda::Bench& bench) {
+  bench.heading("a whole refit of two layers of Qwen3-30B-A3B's shape");
+  const Refits seen = refits(bench, 2);
   // FP32 in; codes and scales out: 4 bits, and 8 for sixteen.
-  const double bytes = 2.0 * 128 * 3 * 768 * 2048 * (4 + 0.5 + 1.0 / 16);
+  const double bytes = seen.parameters * (4 + 0.5 + 1.0 / 16);
   const double floor = bytes / bench.ceilings().copy * 1e3;
   std::printf("refit %8.2f ms (%.2f to %.2f, the first %.2f) %8.0f MB %6.3f TB/s  floor %.3f\n",
-              median, times.front(), times.back(), first, bytes / 1e6, bytes / median / 1e9,
-              floor / median);
+              seen.median, seen.least, seen.most, seen.first, bytes / 1e6,
+              bytes / seen.median / 1e9, floor / seen.median);
   std::fflush(stdout);
 }
 
+void refit_law(cuda::Bench& bench) {
+  cuda::Law law = {.cost = "refit, time", .size = "parameters", .slope = 1, .within = 0.1};
+  for (const std::int32_t layers : {1, 2, 4, 8}) {
+    const Refits seen = refits(bench, layers);
+    law.add(seen.parameters, seen.median);
+  }
+  bench.judge(law);
+}
+
+const cuda::BenchEntry kRefitLaw("law_refit", refit_law);
 const cuda::BenchEntry kRefit("refit", refit_entry);
 
 }  // namespace

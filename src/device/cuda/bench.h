@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "device/cuda/law.h"
 #include "device/memory.h"
 
 namespace lockstep::cuda {
@@ -54,6 +55,9 @@ class Bench {
   /// The same of several, which take turns; each row but the first tells the median of its ratios
   /// to the first.
   std::vector<double> compare(const std::vector<BenchCase>& cases);
+  /// Prints whether a law of cost holds. Where one does not, bench_main() ends with a failure.
+  void judge(const Law& law);
+  int broken_laws() const { return broken_laws_; }
   /// A line between rows.
   void heading(const std::string& text) const;
 
@@ -73,6 +77,7 @@ class Bench {
   Device device_;
   Stream stream_;
   Ceilings ceilings_;
+  int broken_laws_ = 0;
 };
 
 /// A file's cases: a namespace-scope object of this type is all that it needs.

@@ -135,33 +135,53 @@ void launch(const Bench& bench, const Cache& c, bool in_tiles, Stream stream) {
             stream);
 }
 
+struct Size {
+  std::int64_t batch, tokens;
+};
+
+/// Microseconds of one layer.
+double run_decode(Bench& bench, const Quantizer& rule, const Size& size) {
+  const double row =
+      rule.quantizes() ? static_cast<double>(kWidth) * 9 / 16 : static_cast<double>(kWidth) * 2;
+  const double bytes = 2 * row * static_cast<double>(size.batch * size.tokens);
+  const int sets = Bench::sets_of(bytes);
+  std::vector<Cache> caches;
+  for (int i = 0; i < sets; ++i) {
+    caches.push_back(
+        make_cache(bench, rule, size.batch, size.tokens, 1, static_cast<std::uint64_t>(100 + i)));
+  }
+  return bench.run({.name = rule.quantizes() ? "decode nvfp4 kv" : "decode bf16 kv",
+                    .size = cat({"B=", size.batch, " C=", size.tokens}),
+                    .bytes = bytes,
+                    .floor = cuda::Floor::kRead,
+                    .sets = sets,
+                    .launch = [&](int set, Stream stream) {
+                      launch(bench, caches[static_cast<std::size_t>(set)], false, stream);
+                    }});
+}
+
 void decode(Bench& bench) {
   bench.heading("attention, decode: 32 heads on 4 KV heads of 128, pages of 16 tokens");
-  struct Size {
-    std::int64_t batch, tokens;
-  };
   for (const Size size :
        {Size{1, 2048}, {1, 32768}, {4, 8192}, {16, 8192}, {64, 8192}, {1, 131072}, {8, 32768}}) {
-    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
-      const double row =
-          rule.quantizes() ? static_cast<double>(kWidth) * 9 / 16 : static_cast<double>(kWidth) * 2;
-      const double bytes = 2 * row * static_cast<double>(size.batch * size.tokens);
-      const int sets = Bench::sets_of(bytes);
-      std::vector<Cache> caches;
-      for (int i = 0; i < sets; ++i) {
-        caches.push_back(make_cache(bench, rule, size.batch, size.tokens, 1,
-                                    static_cast<std::uint64_t>(100 + i)));
-      }
-      bench.run({.name = rule.quantizes() ? "decode nvfp4 kv" : "decode bf16 kv",
-                 .size = cat({"B=", size.batch, " C=", size.tokens}),
-                 .bytes = bytes,
-                 .floor = cuda::Floor::kRead,
-                 .sets = sets,
-                 .launch = [&](int set, Stream stream) {
-                   launch(bench, caches[static_cast<std::size_t>(set)], false, stream);
-                 }});
-    }
+    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) run_decode(bench, rule, size);
   }
+}
+
+/// Time by tokens in the cache, whether sequences or their lengths make them many.
+void law_of_keys(Bench& bench) {
+  cuda::Law sequences = {
+      .cost = "decode attention, time", .size = "sequences of 32K", .slope = 1, .within = 0.1};
+  cuda::Law lengths = sequences;
+  lengths.size = "tokens of 32 sequences";
+  for (const std::int64_t batch : {8, 16, 32, 64}) {
+    sequences.add(static_cast<double>(batch), run_decode(bench, kNvfp4, {batch, 32768}));
+  }
+  for (const std::int64_t tokens : {8192, 16384, 32768, 65536}) {
+    lengths.add(static_cast<double>(tokens), run_decode(bench, kNvfp4, {32, tokens}));
+  }
+  bench.judge(sequences);
+  bench.judge(lengths);
 }
 
 void prefill(Bench& bench) {
@@ -185,6 +205,7 @@ void prefill(Bench& bench) {
   }
 }
 
+const cuda::BenchEntry kKeys("law_attention", law_of_keys);
 const cuda::BenchEntry kDecode("attention_decode", decode);
 const cuda::BenchEntry kPrefill("attention_prefill", prefill);
 

@@ -81,18 +81,23 @@ cuda::BenchCase make_case(const cuda::Bench& bench, const std::shared_ptr<std::v
   return one;
 }
 
+std::shared_ptr<std::vector<Set>> make_sets(const cuda::Bench& bench, const Size& size) {
+  const std::int64_t elements = size.rows * size.cols;
+  auto sets = std::make_shared<std::vector<Set>>();
+  const int count = cuda::Bench::sets_of(4.0 * static_cast<double>(elements));
+  for (int i = 0; i < count; ++i) {
+    sets->push_back({bench.normal_bf16(elements, static_cast<std::uint64_t>(i)),
+                     Buffer(bench.device(), 2 * elements),
+                     Buffer(bench.device(), 8 * kNumGuideCounts)});
+    fill_bytes(sets->back().counts.as<void>(), bench.device(), 0, 8 * kNumGuideCounts);
+  }
+  return sets;
+}
+
 void guide_rows(cuda::Bench& bench) {
   for (const Size& size :
        {Size{65536, 2048, 1}, Size{163840, 768, 8}, Size{32768, 4096, 1}, Size{64, 2048, 1}}) {
-    const std::int64_t elements = size.rows * size.cols;
-    auto sets = std::make_shared<std::vector<Set>>();
-    const int count = cuda::Bench::sets_of(4.0 * static_cast<double>(elements));
-    for (int i = 0; i < count; ++i) {
-      sets->push_back({bench.normal_bf16(elements, static_cast<std::uint64_t>(i)),
-                       Buffer(bench.device(), 2 * elements),
-                       Buffer(bench.device(), 8 * kNumGuideCounts)});
-      fill_bytes(sets->back().counts.as<void>(), bench.device(), 0, 8 * kNumGuideCounts);
-    }
+    const auto sets = make_sets(bench, size);
     bench.compare({
         make_case(bench, sets, size, "own scale (plain)", Guidance::kOwnScale, false),
         make_case(bench, sets, size, "lsb", Guidance::kLsb, false),
@@ -106,6 +111,25 @@ void guide_rows(cuda::Bench& bench) {
   }
 }
 
+/// Time by tokens, guided and plain alike.
+void guide_law(cuda::Bench& bench) {
+  cuda::Law plain = {.cost = "fake-quantize, time", .size = "tokens", .slope = 1, .within = 0.1};
+  cuda::Law guided = plain;
+  guided.cost = "guided fake-quantize, time";
+  for (const std::int64_t tokens : {16384, 32768, 65536, 131072}) {
+    const Size size = {tokens, 2048, 1};
+    const auto sets = make_sets(bench, size);
+    const std::vector<double> us =
+        bench.compare({make_case(bench, sets, size, "own scale", Guidance::kOwnScale, false),
+                       make_case(bench, sets, size, "lsb", Guidance::kLsb, false)});
+    plain.add(static_cast<double>(tokens), us[0]);
+    guided.add(static_cast<double>(tokens), us[1]);
+  }
+  bench.judge(plain);
+  bench.judge(guided);
+}
+
+const cuda::BenchEntry kGuideLaw("law_guide", guide_law);
 const cuda::BenchEntry kGuide("guide", guide_rows);
 
 }  // namespace

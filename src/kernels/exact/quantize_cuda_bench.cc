@@ -112,6 +112,25 @@ void bench_quantize(Bench& bench) {
   bench.run(weights);
 }
 
+/// Plain, and with compact records: time by tokens. Nothing that an op is given depends on how many
+/// experts or words a model has.
+void law_of_tokens(Bench& bench) {
+  cuda::Law plain = {.cost = "quantize, time", .size = "tokens", .slope = 1, .within = 0.1};
+  cuda::Law compact = plain;
+  compact.cost = "quantize and capture, time";
+  for (const std::int64_t tokens : {16384, 32768, 65536, 131072}) {
+    const Shape shape = {tokens, 2048};
+    const std::vector<double> us =
+        bench.compare({quantize_case(bench, "quantize nvfp4", shape, kLockstep, Encoding::kNone),
+                       quantize_case(bench, "and compact", shape, kLockstep, Encoding::kLsb)});
+    plain.add(static_cast<double>(tokens), us[0]);
+    compact.add(static_cast<double>(tokens), us[1]);
+  }
+  bench.judge(plain);
+  bench.judge(compact);
+}
+
+const cuda::BenchEntry kLaw("law_quantize", law_of_tokens);
 const cuda::BenchEntry kQuantize("quantize", bench_quantize);
 
 }  // namespace

@@ -60,32 +60,66 @@ QuantizeArgs quantize_args_of(const Set& set) {
   return args;
 }
 
+/// x and its codes in, codes out: 2 + 0.5625 + 0.5625 B an element.
+double bytes_of(std::int64_t rows, std::int64_t cols) {
+  return 3.125 * static_cast<double>(rows * cols);
+}
+
+std::shared_ptr<std::vector<Set>> make_sets(const cuda::Bench& bench, std::int64_t rows,
+                                            std::int64_t cols) {
+  auto sets = std::make_shared<std::vector<Set>>();
+  for (int i = 0; i < cuda::Bench::sets_of(bytes_of(rows, cols)) && i < 256; ++i) {
+    sets->push_back({bench.normal_bf16(rows * cols, static_cast<std::uint64_t>(i), 1.0f, 2),
+                     make_packed(rows, cols, bench.device()),
+                     make_packed(rows, cols, bench.device()), bench.random_bytes(cols / 16, 77, 1),
+                     Buffer(bench.device(), 4 * (rows * cols / 16 + rows * cols / 16))});
+    quantize(quantize_args_of(sets->back()));
+  }
+  synchronize(bench.device());
+  return sets;
+}
+
+cuda::BenchCase residual_case(const std::shared_ptr<std::vector<Set>>& sets, const char* name,
+                              ResidualPattern pattern, ResidualChoice choice) {
+  const Packed& q = sets->front().q;
+  cuda::BenchCase one;
+  one.name = cat({"residual, ", name});
+  one.size = cat({q.rows, " x ", q.cols});
+  one.bytes = bytes_of(q.rows, q.cols);
+  one.sets = static_cast<int>(sets->size());
+  one.launch = [sets, pattern, choice](int set, Stream stream) {
+    residual(args_of((*sets)[static_cast<std::size_t>(set)], pattern, choice), stream);
+  };
+  return one;
+}
+
+/// Time by channels, of as many tokens.
+void residual_law(cuda::Bench& bench) {
+  cuda::Law ranked = {.cost = "residual, each token's own choice, time",
+                      .size = "channels",
+                      .slope = 1,
+                      .within = 0.1};
+  cuda::Law given = ranked;
+  given.cost = "residual of given channels, time";
+  for (const std::int64_t cols : {1024, 2048, 4096, 8192}) {
+    const auto sets = make_sets(bench, 8192, cols);
+    const std::vector<double> us = bench.compare(
+        {residual_case(sets, "per token", ResidualPattern::kChannels, ResidualChoice::kPerToken),
+         residual_case(sets, "static", ResidualPattern::kChannels, ResidualChoice::kStatic)});
+    ranked.add(static_cast<double>(cols), us[0]);
+    given.add(static_cast<double>(cols), us[1]);
+  }
+  bench.judge(ranked);
+  bench.judge(given);
+}
+
 void residual_rows(cuda::Bench& bench) {
   for (const std::int64_t rows : {1, 64, 256, 8192}) {
     const std::int64_t cols = 2048;
     const auto elements = static_cast<double>(rows * cols);
-    // x and its codes in, codes out: 2 + 0.5625 + 0.5625 B an element.
-    const double bytes = elements * 3.125;
-    auto sets = std::make_shared<std::vector<Set>>();
-    for (int i = 0; i < cuda::Bench::sets_of(bytes) && i < 256; ++i) {
-      sets->push_back({bench.normal_bf16(rows * cols, static_cast<std::uint64_t>(i), 1.0f, 2),
-                       make_packed(rows, cols, bench.device()),
-                       make_packed(rows, cols, bench.device()),
-                       bench.random_bytes(cols / 16, 77, 1),
-                       Buffer(bench.device(), 4 * (rows * cols / 16 + rows * cols / 16))});
-      quantize(quantize_args_of(sets->back()));
-    }
-    synchronize(bench.device());
+    const auto sets = make_sets(bench, rows, cols);
     const auto make = [&](const char* name, ResidualPattern pattern, ResidualChoice choice) {
-      cuda::BenchCase one;
-      one.name = cat({"residual, ", name});
-      one.size = cat({rows, " x ", cols});
-      one.bytes = bytes;
-      one.sets = static_cast<int>(sets->size());
-      one.launch = [sets, pattern, choice](int set, Stream stream) {
-        residual(args_of((*sets)[static_cast<std::size_t>(set)], pattern, choice), stream);
-      };
-      return one;
+      return residual_case(sets, name, pattern, choice);
     };
     cuda::BenchCase plain;
     plain.name = "quantize";
@@ -135,6 +169,7 @@ void swiglu_rows(cuda::Bench& bench) {
   }
 }
 
+const cuda::BenchEntry kResidualLaw("law_residual", residual_law);
 const cuda::BenchEntry kResidual("residual", residual_rows);
 const cuda::BenchEntry kSwiglu("swiglu", swiglu_rows);
 

@@ -1,4 +1,5 @@
 /// The exact product on a CUDA device, at the shapes of Qwen3-30B-A3B.
+#include <cmath>
 #include <cstdint>
 #include <set>
 #include <string>
@@ -22,13 +23,13 @@ constexpr std::int32_t kSlots = 8;
 
 /// Each token's experts, drawn alike and without repetition; items in the order of the experts.
 struct Routes {
-  Routes(std::int64_t tokens, std::uint32_t seed) {
-    std::vector<std::vector<std::int32_t>> of(kExperts);
+  Routes(std::int64_t tokens, std::uint32_t seed, std::int32_t experts = kExperts) {
+    std::vector<std::vector<std::int32_t>> of(static_cast<std::size_t>(experts));
     for (std::int64_t token = 0; token < tokens; ++token) {
       std::set<std::uint32_t> chosen;
       for (std::uint32_t i = 0; chosen.size() < kSlots; ++i) {
         chosen.insert(philox(seed, philox_counter(static_cast<std::uint64_t>(token), i, 0))[0] %
-                      kExperts);
+                      static_cast<std::uint32_t>(experts));
       }
       std::int32_t slot = 0;
       for (const std::uint32_t e : chosen) {
@@ -68,15 +69,15 @@ struct Input {
 /// Sets of experts whose bytes pass between two uses of one.
 struct Weights {
   Weights(const cuda::Bench& bench, std::int32_t out, std::int32_t cols, int sets,
-          std::uint64_t seed)
-      : step(kExperts * W4a4Weights::expert_bytes(out, cols)),
+          std::uint64_t seed, std::int32_t experts = kExperts)
+      : step(experts * W4a4Weights::expert_bytes(out, cols)),
         bytes(bench.random_bytes(step * sets, seed, 0x7E)) {
-    for (int i = 0; i < sets * kExperts; ++i) {  // exponents that the sums can bear
+    for (int i = 0; i < sets * experts; ++i) {  // exponents that the sums can bear
       fill_bytes(bytes.as<std::byte>() + i * W4a4Weights::expert_bytes(out, cols), bench.device(),
                  0, W4a4Weights::kHeaderBytes);
     }
     for (int i = 0; i < sets; ++i) {
-      view.push_back({bytes.as<std::byte>() + i * step, kExperts, out, cols, bench.device()});
+      view.push_back({bytes.as<std::byte>() + i * step, experts, out, cols, bench.device()});
     }
   }
   std::int64_t step;
@@ -165,13 +166,13 @@ void products(cuda::Bench& bench) {
 }
 
 /// Both products, SwiGLU, quantization and combination of one layer.
-void decode(cuda::Bench& bench, std::int64_t tokens) {
+double decode(cuda::Bench& bench, std::int64_t tokens, std::int32_t experts = kExperts) {
   const Device device = bench.device();
-  const Routes routes(tokens, 11);
+  const Routes routes(tokens, 11, experts);
   const double bytes = static_cast<double>(routes.active) * 3 * kHidden * kWidth * 0.5625;
   const int sets = cuda::Bench::sets_of(bytes);
-  const Weights gate_up(bench, 2 * kWidth, kHidden, sets, 5);
-  const Weights down(bench, kHidden, kWidth, sets, 6);
+  const Weights gate_up(bench, 2 * kWidth, kHidden, sets, 5, experts);
+  const Weights down(bench, kHidden, kWidth, sets, 6, experts);
   const std::int64_t items = tokens * kSlots;
   const Input input(bench, tokens, kHidden, 7);
   const Buffer offsets = to_device(routes.offsets, device);
@@ -209,13 +210,33 @@ void decode(cuda::Bench& bench, std::int64_t tokens) {
               .out = {out.as<Bf16>(), {tokens, kHidden}, {kHidden, 1}, device}},
              stream);
   };
-  bench.run(one);
+  return bench.run(one);
 }
 
 void decodes(cuda::Bench& bench) {
   for (const std::int64_t tokens : {1, 2, 4, 8, 16, 32, 64, 128}) decode(bench, tokens);
 }
 
+/// How many experts tokens choose, as the formula has it for draws alike; and the time of decoding
+/// by the bytes of those experts. Of 512, so that a few tokens choose many and bytes are what takes
+/// the time.
+void law_of_experts(cuda::Bench& bench) {
+  constexpr std::int32_t kMany = 512;
+  cuda::Law chosen = {
+      .cost = "experts chosen", .size = "E(1-(1-k/E)^B)", .slope = 1, .within = 0.05};
+  cuda::Law time = {
+      .cost = "moe decode, time", .size = "experts chosen", .slope = 1, .within = 0.1};
+  for (const std::int64_t tokens : {8, 16, 32, 64}) {
+    const auto active = static_cast<double>(Routes(tokens, 11, kMany).active);
+    const double each = 1 - double{kSlots} / kMany;
+    chosen.add(kMany * (1 - std::pow(each, static_cast<double>(tokens))), active);
+    time.add(active, decode(bench, tokens, kMany));
+  }
+  bench.judge(chosen);
+  bench.judge(time);
+}
+
+const cuda::BenchEntry law_entry("law_moe", law_of_experts);
 const cuda::BenchEntry entry("w4a4", products);
 const cuda::BenchEntry entry16("w4a16", products16);
 const cuda::BenchEntry decode_entry("moe", decodes);
