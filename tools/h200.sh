@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
-# Everything that a run on a GPU has to show, in one table: the device's tests, cuda_bench, and the
-# rivals of tools/bench/*rivals*.py beside it. Each runs in the same minutes on the same card.
+# Everything that a run on a GPU has to show, in one table: the device's tests, cuda_bench with the
+# rivals of tools/bench/*rivals*.py beside it, a step of the trainer, and how costs grow. All in the
+# same minutes on the same card.
 #
-#   tools/h200.sh [-b BUILD] [-o FILE] [-t] [name ...]
+#   tools/h200.sh [-b BUILD] [-o FILE] [-t] [-s] [-y] [name ...]
 #
 #   -b BUILD  a build folder with LOCKSTEP_CUDA (default build-h200, made where it is not there)
 #   -o FILE   where the table goes too (default BUILD/h200.txt)
 #   -t        tests alone
+#   -s        the tests under compute-sanitizer too: some minutes
+#   -y        the study too: teaches recipes/long_sft.toml and compares recipes/studies/long_answers.toml;
+#             hours. Interrupted, it goes on with the same command; its report is below runs/
 #   name ...  entries of cuda_bench; without any, all of them
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=build-h200
 out=""
 tests_alone=false
-while getopts "b:o:t" option; do
+sanitize=false
+study=false
+while getopts "b:o:tsy" option; do
   case $option in
     b) build=$OPTARG ;;
     o) out=$OPTARG ;;
     t) tests_alone=true ;;
-    *) sed -n '2,11p' "$0"; exit 2 ;;
+    s) sanitize=true ;;
+    y) study=true ;;
+    *) sed -n '2,14p' "$0"; exit 2 ;;
   esac
 done
 shift $((OPTIND - 1))
@@ -35,14 +43,11 @@ if [ ! -e "$build/build.ninja" ]; then
 fi
 # Always: the table names this commit.
 cmake --build "$build" --target device_test kernels_test rollout_test sync_test train_test \
-  recipe_test refit_device_test cuda_bench train_bench || exit 1
+  recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench lockstep_cli ||
+  exit 1
 
 failed=0
-report() {
-  echo "commit $(git describe --always --dirty 2>/dev/null || echo unknown), $(date -u +%FT%TZ)"
-  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-  echo
-  echo "== tests"
+tests() {
   for test in "$build"/*_test; do
     [ -x "$test" ] || continue
     # Bodies over devices have a row named after each.
@@ -56,17 +61,50 @@ report() {
       failed=1
     fi
   done
-  $tests_alone && return
-  echo
-  echo "== benchmarks"
-  "$build/cuda_bench" "$@" || failed=1
-  echo
-  echo "== rivals"
+}
+benchmarks() {
+  local names=("$@")
+  # The laws have a section of their own.
+  [ $# -gt 0 ] || mapfile -t names < <("$build/cuda_bench" --list | grep -v '^law_')
+  "$build/cuda_bench" "${names[@]}" || failed=1
+}
+rivals() {
   for rival in tools/bench/*rivals*.py; do
     [ -e "$rival" ] || continue
     echo "-- $(basename "$rival" .py)"
     timeout 600 "$python" "$rival" 2>&1 || echo "$(basename "$rival"): did not run"
   done
+}
+learn_and_compare() {
+  export LOCKSTEP_HOME=$PWD
+  [ -e runs/long_sft/model.safetensors ] || "$build/lockstep" sft recipes/long_sft.toml || return 1
+  "$build/lockstep" compare recipes/studies/long_answers.toml
+}
+report() {
+  echo "commit $(git describe --always --dirty 2>/dev/null || echo unknown), $(date -u +%FT%TZ)"
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  printf '\n== tests\n'
+  tests
+  if $sanitize; then
+    printf '\n== tests under compute-sanitizer\n'
+    tools/sanitize.sh -t "kernels_test rollout_test sync_test train_test" "$build" || failed=1
+  fi
+  $tests_alone && return
+  printf '\n== benchmarks\n'
+  benchmarks "$@"
+  printf '\n== rivals\n'
+  rivals
+  if [ $# -eq 0 ]; then
+    printf '\n== a step of the trainer\n'
+    "$build/train_bench" --benchmark_filter=on_device || failed=1
+    # Laws that do not hold are told in the table and in docs/performance.md: no failure of the run.
+    printf '\n== how costs grow\n'
+    "$build/cuda_bench" law | grep -E '^(law|--)'
+  fi
+  if $study; then
+    printf '\n== study\n'
+    learn_and_compare || failed=1
+  fi
 }
 # Not a pipe: what failed inside must be known out here.
 report "$@" > >(tee "$out")

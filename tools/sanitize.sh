@@ -2,28 +2,38 @@
 # The tests of the device under compute-sanitizer, each in a process of its own and several at a
 # time: one line a tool, and behind it whatever was found.
 #
-#   tools/sanitize.sh [-j JOBS] [-l SECONDS] [-t TESTS] BUILD [tool ...]
+#   tools/sanitize.sh [-c LAUNCHES] [-f FILTER] [-j JOBS] [-l SECONDS] [-m SECONDS] [-t TESTS]
+#                     BUILD [tool ...]
 #
-#   -j JOBS     processes at a time (default: the cores, 16 at most)
-#   -l SECONDS  that a test may take under a tool (default 120); one that takes longer is told
-#   -t TESTS    the test programs, in quotes (default kernels_test)
-#   BUILD       a build folder with LOCKSTEP_CUDA
-#   tool ...    of memcheck racecheck synccheck initcheck; without any, all of them
+#   -c LAUNCHES  of kernels that are looked at, the first ones of each test (default: all)
+#   -f FILTER    of tests, as --gtest_filter takes it (default '*/cuda*')
+#   -j JOBS      processes at a time (default: the cores, 16 at most)
+#   -l SECONDS   that a test may take under a tool (default 120); one that takes longer is told
+#   -m SECONDS   that a tool may take (default 3600); what was not reached is told
+#   -t TESTS     the test programs, in quotes (default kernels_test)
+#   BUILD        a build folder with LOCKSTEP_CUDA
+#   tool ...     of memcheck racecheck synccheck initcheck; without any, all of them
 set -uo pipefail
 jobs=$(nproc)
 [ "$jobs" -gt 16 ] && jobs=16
 limit=120
+most=3600
 tests=kernels_test
-while getopts "j:l:t:" option; do
+filter='*/cuda*'
+launches=""
+while getopts "c:f:j:l:m:t:" option; do
   case $option in
+    c) launches="--launch-count $OPTARG" ;;
+    f) filter=$OPTARG ;;
     j) jobs=$OPTARG ;;
     l) limit=$OPTARG ;;
+    m) most=$OPTARG ;;
     t) tests=$OPTARG ;;
-    *) sed -n '2,12p' "$0"; exit 2 ;;
+    *) sed -n '2,15p' "$0"; exit 2 ;;
   esac
 done
 shift $((OPTIND - 1))
-[ $# -gt 0 ] || { sed -n '2,12p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,15p' "$0"; exit 2; }
 build=$1
 shift
 [ $# -gt 0 ] || set -- memcheck racecheck synccheck initcheck
@@ -37,7 +47,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 for test in $tests; do
-  "$build/$test" --gtest_list_tests --gtest_filter='*/cuda*' 2>/dev/null |
+  "$build/$test" --gtest_list_tests --gtest_filter="$filter" 2>/dev/null |
     awk -v p="$test" '/^[^ ]/ { s = $1 } /^ / { print p, s $1 }'
 done >"$work/list"
 if [ ! -s "$work/list" ]; then
@@ -50,6 +60,7 @@ one() {
   local log=$work/$tool.$1.${2//\//_}
   local options="--report-api-errors no"
   [ "$tool" = memcheck ] || options=""
+  options="$options $launches"
   timeout "$limit" "$sanitizer" --tool "$tool" $options --error-exitcode 77 \
     "$build/$1" --gtest_brief=1 --gtest_filter="$2" >"$log" 2>&1
   case $? in
@@ -60,16 +71,16 @@ one() {
   esac
 }
 export -f one
-export work limit sanitizer build tool
+export work limit sanitizer build tool launches
 
 failed=0
 for tool in "$@"; do
   begin=$SECONDS
-  xargs -a "$work/list" -P "$jobs" -L 1 bash -c 'one "$@"' _ >"$work/$tool"
+  timeout "$most" xargs -a "$work/list" -P "$jobs" -L 1 bash -c 'one "$@"' _ >"$work/$tool"
   clean=$(grep -c '^clean' "$work/$tool")
   all=$(wc -l <"$work/list")
-  printf '%-10s %d of %d tests clean, %d late, %d s\n' "$tool" "$clean" "$all" \
-    "$(grep -c '^LATE' "$work/$tool")" $((SECONDS - begin))
+  printf '%-10s %d of %d tests clean, %d late, %d not reached, %d s\n' "$tool" "$clean" "$all" \
+    "$(grep -c '^LATE' "$work/$tool")" $((all - $(wc -l <"$work/$tool"))) $((SECONDS - begin))
   [ "$clean" = "$all" ] || failed=1
   grep -v '^clean' "$work/$tool" | sort | while read -r verdict test name log; do
     echo "  $verdict $test $name"
