@@ -1,0 +1,210 @@
+// A recipe on a CUDA device beside the same on a CPU, step by step. Sampled tokens would part after
+// a few steps, as they do under two seeds: so a third engine samples, from the CPU's weights, and
+// both sides read its answers. All else is each side's own: log-probs and records of its rollout,
+// loss, gradient, weights, and the codes of those in its engine; so what parts them adds up.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+
+#include "cli/subject.h"
+#include "device/testing.h"
+#include "rl/objective.h"
+#include "store/store.h"
+#include "sync/refit.h"
+#include "train/trainer.h"
+
+namespace lockstep {
+namespace {
+
+/// The CPU beside itself shows that the test compares like with like.
+std::int64_t steps_on(Device device) { return device.kind == Device::Kind::kCpu ? 2 : 4; }
+
+/// What one side saw of a step.
+struct Seen {
+  std::vector<Trajectory> answers;  // with its rollout's log-probs
+  PerToken trained{};               // its trainer's log-probs, before the update
+  double loss = 0, grad_norm = 0;
+};
+
+/// Engine, records and trainer on one device.
+class Side {
+ public:
+  Side(const cli::Subject& subject, Device device)
+      : subject_(subject),
+        trainer_(subject.agreement, subject.arm.qat, subject.recipe.trainer, device, *comm_),
+        store_({.run = 1, .contract = subject.arm.contract.id()}),
+        engine_(subject.agreement, subject.arm.rollout, device, &store_, *comm_) {
+    cli::load(*subject.policy.weights, trainer_.initial_weights());
+    sync::refit(trainer_.weights(), engine_.weights(), subject.arm.contract, WeightVersion{0});
+  }
+
+  Seen step(std::int64_t step, std::span<const Trajectory> given, std::span<const float> rewards) {
+    Seen seen = {.answers = engine_.rescore(given)};
+    seen.trained = trainer_.logprobs(seen.answers, &store_);
+    PerToken old;
+    for (const Trajectory& t : seen.answers) old.push_back(t.rollout_logp);
+    rl::Objective objective(
+        subject_.arm.rl,
+        {.trajectories = seen.answers,
+         .rewards = rewards,
+         .old_logp = old,
+         .group_size = static_cast<std::size_t>(subject_.recipe.schedule.samples_per_prompt)},
+        *comm_);
+    std::vector<Trajectory> live;
+    for (const std::size_t i : objective.live()) live.push_back(seen.answers[i]);
+    seen.loss =
+        trainer_.accumulate(live, &store_, [&](std::size_t i, const auto& p, const auto& d) {
+          return objective(objective.live()[i], p, d);
+        });
+    trainer_.update();
+    seen.grad_norm = trainer_.metrics().at("actor/grad_norm");
+    const WeightVersion next{step + 1};
+    sync::refit(trainer_.weights(), engine_.weights(), subject_.arm.contract, next);
+    store_.retire(next);
+    return seen;
+  }
+
+  const WeightSource& weights() const { return trainer_.weights(); }
+
+ private:
+  const cli::Subject& subject_;
+  std::unique_ptr<Comm> comm_ = Comm::single();
+  train::Trainer trainer_;
+  store::Store store_;
+  rollout::Engine engine_;
+};
+
+using Numbers = std::vector<float>;
+
+Numbers numbers_of(const WeightSource& source) {
+  Numbers all;
+  source.each([&](const Weight& weight) {
+    const auto& view = std::get<TensorView<const float, 2>>(weight.value);
+    const std::size_t at = all.size();
+    const std::int64_t count = view.shape[0] * view.shape[1];
+    all.resize(at + static_cast<std::size_t>(count));
+    copy_bytes(all.data() + at, {}, view.data, view.device, count * 4);
+    synchronize(view.device);
+  });
+  return all;
+}
+
+double distance(const Numbers& a, const Numbers& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+  return std::sqrt(sum);
+}
+
+/// Mean |a - b| over the tokens of the responses.
+double mean_gap(const std::vector<Trajectory>& of, const PerToken& a, const PerToken& b) {
+  double sum = 0, count = 0;
+  for (std::size_t i = 0; i < of.size(); ++i) {
+    for (std::size_t t = 0; t < of[i].tokens.size(); ++t) {
+      if (of[i].response_mask[t] == 0) continue;
+      sum += std::abs(double{a[i][t]} - b[i][t]);
+      ++count;
+    }
+  }
+  return sum / count;
+}
+
+PerToken rollout_logp(const Seen& seen) {
+  PerToken all;
+  for (const Trajectory& t : seen.answers) all.push_back(t.rollout_logp);
+  return all;
+}
+
+/// How far the two are from each other after a step.
+struct Apart {
+  double rollout = 0, trained = 0;  // mean |difference| of log-probs
+  double gap = 0, cpu_gap = 0;      // of each side's own trainer from its rollout
+  double loss = 0;                  // |difference|
+  double grad_norm = 0;             // relative
+  double weights = 0;               // distance, of how far the CPU's have moved since the start
+};
+
+Apart compare(const Seen& here, const Seen& cpu) {
+  const PerToken a = rollout_logp(here), b = rollout_logp(cpu);
+  return {.rollout = mean_gap(cpu.answers, a, b),
+          .trained = mean_gap(cpu.answers, here.trained, cpu.trained),
+          .gap = mean_gap(cpu.answers, here.trained, a),
+          .cpu_gap = mean_gap(cpu.answers, cpu.trained, b),
+          .loss = std::abs(here.loss - cpu.loss),
+          .grad_norm = std::abs(here.grad_norm / cpu.grad_norm - 1)};
+}
+
+std::vector<Apart> run(const std::string& arm, Device device) {
+  const cli::Subject subject = cli::open_subject(
+      "recipes/demo.toml",
+      {"arm=" + arm, "schedule.prompts=8", "schedule.samples=4", "trainer.warmup_updates=0"}, "",
+      true);
+  const Schedule& schedule = subject.recipe.schedule;
+  Side here(subject, device), cpu(subject, {});
+  const std::unique_ptr<Comm> comm = Comm::single();
+  rollout::Engine sampler(subject.agreement, subject.arm.rollout, {}, nullptr, *comm);
+  const Numbers start = numbers_of(cpu.weights());
+  std::vector<Apart> steps;
+  for (std::int64_t step = 0; step < steps_on(device); ++step) {
+    sync::refit(cpu.weights(), sampler.weights(), subject.arm.contract, WeightVersion{step});
+    const std::vector<data::Prompt> prompts =
+        subject.task->prompts(step, schedule.prompts_per_step);
+    const std::vector<Trajectory> answers = cli::answer(
+        sampler, prompts, schedule.samples_per_prompt, schedule.sampling, schedule.seed);
+    std::vector<float> rewards;
+    for (std::size_t i = 0; i < answers.size(); ++i) {
+      const data::Prompt& prompt = prompts[i / schedule.group_size()];
+      rewards.push_back(
+          subject.task->reward(prompt, std::span(answers[i].tokens).subspan(prompt.tokens.size())));
+    }
+    const Seen a = here.step(step, answers, rewards), b = cpu.step(step, answers, rewards);
+    Apart apart = compare(a, b);
+    const Numbers ours = numbers_of(here.weights()), theirs = numbers_of(cpu.weights());
+    apart.weights = distance(ours, theirs) / distance(theirs, start);
+    std::printf(
+        "%-8s step %d: log-probs apart %.2e (rollout), %.2e (trainer); gap %.2e, the CPU's %.2e; "
+        "loss %.1e, gradient %.1e, weights %.1e\n",
+        arm.c_str(), static_cast<int>(step) + 1, apart.rollout, apart.trained, apart.gap,
+        apart.cpu_gap, apart.loss, apart.grad_norm, apart.weights);
+    steps.push_back(apart);
+  }
+  return steps;
+}
+
+class Parity : public ::testing::TestWithParam<Device> {};
+
+/// CUDA first: torch takes no other device once a CPU has trained.
+std::vector<Device> cuda_first() {
+  std::vector<Device> all = devices();
+  std::reverse(all.begin(), all.end());
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Parity, ::testing::ValuesIn(cuda_first()), name_of_device);
+
+TEST_P(Parity, StepsOfARecipeStayTogether) {
+  const struct {
+    const char* arm;
+    double logp, gap, grad_norm, weights;
+  } bounds[] = {
+      {"bf16", 0.01, 0.5, 0.1, 0.3}, {"w4a4", 0.05, 0.5, 0.2, 0.5}, {"trace", 0.05, 0.5, 0.2, 0.5}};
+  for (const auto& most : bounds) {
+    for (const Apart& step : run(most.arm, GetParam())) {
+      if (GetParam().kind == Device::Kind::kCpu) {  // the same bits
+        EXPECT_EQ(step.rollout, 0.0);
+        EXPECT_EQ(step.trained, 0.0);
+        EXPECT_EQ(step.weights, 0.0);
+      }
+      EXPECT_LT(step.rollout, most.logp) << most.arm;
+      EXPECT_LT(step.trained, most.logp) << most.arm;
+      EXPECT_LT(std::abs(step.gap / step.cpu_gap - 1), most.gap) << most.arm;
+      EXPECT_LT(step.grad_norm, most.grad_norm) << most.arm;
+      EXPECT_LT(step.weights, most.weights) << most.arm;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
