@@ -32,8 +32,19 @@ __device__ std::int64_t step_of_grid() { return std::int64_t{gridDim.x} * kThrea
 
 __global__ void __launch_bounds__(kThreads)
     nonfinite_kernel(const float* numbers, std::int64_t count, unsigned long long* first) {
-  for (std::int64_t i = first_of_thread(); i < count; i += step_of_grid()) {
-    if (!is_finite(to_bf16(numbers[i]))) atomicMin(first, static_cast<unsigned long long>(i));
+  const auto look = [&](float x, std::int64_t i) {
+    if (!is_finite(to_bf16(x))) atomicMin(first, static_cast<unsigned long long>(i));
+  };
+  const std::int64_t fours = count / 4;
+  for (std::int64_t i = first_of_thread(); i < fours; i += step_of_grid()) {
+    const float4 x = __ldcs(reinterpret_cast<const float4*>(numbers) + i);
+    look(x.x, 4 * i);
+    look(x.y, 4 * i + 1);
+    look(x.z, 4 * i + 2);
+    look(x.w, 4 * i + 3);
+  }
+  for (std::int64_t i = 4 * fours + first_of_thread(); i < count; i += step_of_grid()) {
+    look(numbers[i], i);
   }
 }
 
@@ -58,7 +69,19 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     round_kernel(const float* from, Bf16* to, std::int64_t count) {
-  for (std::int64_t i = first_of_thread(); i < count; i += step_of_grid()) to[i] = to_bf16(from[i]);
+  const bool aligned = reinterpret_cast<std::uintptr_t>(from) % 16 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(to) % 8 == 0;
+  const std::int64_t fours = aligned ? count / 4 : 0;
+  for (std::int64_t i = first_of_thread(); i < fours; i += step_of_grid()) {
+    const float4 x = __ldcs(reinterpret_cast<const float4*>(from) + i);
+    const auto pair = [](float low, float high) {
+      return bits_of(to_bf16(low)) | std::uint32_t{bits_of(to_bf16(high))} << 16;
+    };
+    reinterpret_cast<uint2*>(to)[i] = {pair(x.x, x.y), pair(x.z, x.w)};
+  }
+  for (std::int64_t i = 4 * fours + first_of_thread(); i < count; i += step_of_grid()) {
+    to[i] = to_bf16(from[i]);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -68,14 +91,32 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__device__ void adamw_step(const AdamW& p, float grad, float& weight, float& m, float& v) {
+  const float g = grad * p.clip;
+  m = p.beta1 * m + p.rest1 * g;
+  v = p.beta2 * v + p.rest2 * g * g;
+  weight = weight * p.keep - p.rate * m / (sqrtf(v) * p.root + p.eps);
+}
+
+/// Four numbers a thread at a time, which lie together; arrays are aligned to 64 bytes.
 __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ AdamW p) {
-  for (std::int64_t i = first_of_thread(); i < p.count; i += step_of_grid()) {
-    const float g = p.grads[i] * p.clip;
-    const float m = p.beta1 * p.moment1[i] + p.rest1 * g;
-    const float v = p.beta2 * p.moment2[i] + p.rest2 * g * g;
-    p.moment1[i] = m;
-    p.moment2[i] = v;
-    p.weights[i] = p.weights[i] * p.keep - p.rate * m / (sqrtf(v) * p.root + p.eps);
+  const auto four = [](auto* x, std::int64_t i) { return reinterpret_cast<float4*>(x) + i; };
+  const std::int64_t fours = p.count / 4;
+  for (std::int64_t i = first_of_thread(); i < fours; i += step_of_grid()) {
+    const float4 g = __ldcs(reinterpret_cast<const float4*>(p.grads) + i);
+    float4 w = __ldcs(four(p.weights, i));
+    float4 m = __ldcs(four(p.moment1, i));
+    float4 v = __ldcs(four(p.moment2, i));
+    adamw_step(p, g.x, w.x, m.x, v.x);
+    adamw_step(p, g.y, w.y, m.y, v.y);
+    adamw_step(p, g.z, w.z, m.z, v.z);
+    adamw_step(p, g.w, w.w, m.w, v.w);
+    __stcs(four(p.weights, i), w);
+    __stcs(four(p.moment1, i), m);
+    __stcs(four(p.moment2, i), v);
+  }
+  for (std::int64_t i = 4 * fours + first_of_thread(); i < p.count; i += step_of_grid()) {
+    adamw_step(p, p.grads[i], p.weights[i], p.moment1[i], p.moment2[i]);
   }
 }
 
@@ -86,7 +127,7 @@ std::int64_t first_nonfinite(Device device, const float* numbers, std::int64_t c
   const OnDevice scope(device.index);
   const Buffer first(device, sizeof(kNowhere), stream);
   fill_bytes(first.as<void>(), device, 0xFF, first.bytes(), stream);
-  nonfinite_kernel<<<blocks_for(count, device), kThreads, 0, stream_of(stream)>>>(
+  nonfinite_kernel<<<blocks_for((count + 3) / 4, device), kThreads, 0, stream_of(stream)>>>(
       numbers, count, first.as<unsigned long long>());
   require_launch("nonfinite_kernel");
   unsigned long long at = kNowhere;
@@ -113,7 +154,8 @@ double sum_of_squares(Device device, const float* numbers, std::int64_t count, S
 
 void round_to_bf16(Device device, const float* from, Bf16* to, std::int64_t count, Stream stream) {
   const OnDevice scope(device.index);
-  round_kernel<<<blocks_for(count, device), kThreads, 0, stream_of(stream)>>>(from, to, count);
+  round_kernel<<<blocks_for((count + 3) / 4, device), kThreads, 0, stream_of(stream)>>>(from, to,
+                                                                                        count);
   require_launch("round_kernel");
 }
 
@@ -125,7 +167,7 @@ void widen(Device device, const Bf16* from, float* to, std::int64_t count, Strea
 
 void adamw(const AdamW& args, Device device, Stream stream) {
   const OnDevice scope(device.index);
-  adamw_kernel<<<blocks_for(args.count, device), kThreads, 0, stream_of(stream)>>>(args);
+  adamw_kernel<<<blocks_for((args.count + 3) / 4, device), kThreads, 0, stream_of(stream)>>>(args);
   require_launch("adamw_kernel");
 }
 

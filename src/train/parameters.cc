@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/fake_quantize.h"
 #include "kernels/exact/quantize.h"
 #include "model/names.h"
 #include "numerics/bf16.h"
@@ -69,6 +70,7 @@ std::int64_t bf16_bytes(const Parameters::Numbers& numbers, Device device, std::
 
 Parameters::Parameters(const ModelConfig& config, Numbers numbers, Device device, Stream stream)
     : numbers_(std::move(numbers)),
+      num_experts_(config.num_experts),
       device_(device),
       total_(place(slots_, 0, config)),
       masters(total_, device, stream),
@@ -229,6 +231,27 @@ void Parameters::check_finite(Stream stream) const {
   }
 }
 
+/// All experts of a layer and role at once, whose BF16 numbers become what their codes are worth.
+/// False where there is no kernel for that.
+bool Parameters::fake_quantize_at_once(Stream stream) const {
+  if (!numbers_.bf16) return false;
+  Bf16* const rounded = compute_bf16.as<Bf16>();
+  const Buffer amax(device_, num_experts_ * std::int64_t{sizeof(std::uint32_t)}, stream);
+  std::vector<kernels::FakeQuantizeArgs> all;
+  for (const Slot& slot : slots_) {
+    if (!is_fp4(slot) || slot.id.expert.value != 0) continue;  // the others lie behind it
+    all.push_back({.x = {rounded + slot.offset,
+                         {num_experts_, slot.rows, slot.cols},
+                         {slot.rows * slot.cols, slot.cols, 1},
+                         device_},
+                   .rule = numbers_.contract.weight,
+                   .amax = amax.as<std::uint32_t>()});
+  }
+  if (!std::ranges::all_of(all, kernels::fakes_at_once)) return false;
+  for (const kernels::FakeQuantizeArgs& args : all) kernels::fake_quantize(args, stream);
+  return true;
+}
+
 /// The same numbers on a CUDA device: all are rounded at once, then the experts', in place.
 void Parameters::refresh_on_device(Stream stream) const {
   check_finite(stream);
@@ -238,7 +261,7 @@ void Parameters::refresh_on_device(Stream stream) const {
   } else {
     round_to_bf16(masters, rounded, stream);
   }
-  if (!numbers_.fp4_experts) return;
+  if (!numbers_.fp4_experts || fake_quantize_at_once(stream)) return;
   const Quantizer& rule = numbers_.contract.weight;
   std::int64_t codes = 0, scales = 0, mantissas = 0, numbers = 0;
   for (const Slot& slot : slots_) {

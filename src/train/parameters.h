@@ -104,12 +104,14 @@ class Parameters {
   void fake_quantize(const Slot& slot) const;
   bool is_fp4(const Slot& slot) const;
   void refresh_on_device(Stream stream) const;
+  bool fake_quantize_at_once(Stream stream) const;
   void check_finite(Stream stream) const;
 
   struct alignas(64) Line {
     std::byte bytes[64];
   };
   Numbers numbers_;
+  std::int64_t num_experts_;
   Device device_;
   std::vector<ExpertCodes> codes_;  // [L], or empty
   std::vector<std::vector<Line>> code_memory_;

@@ -21,15 +21,19 @@ bool lies_well(const TensorView<T, 2>& view, Device device, std::uintptr_t to) {
 
 }  // namespace
 
+bool takes_nvfp4_weights(const Quantizer& rule) {
+  return rule.element == Element::kE2m1 && rule.scale == ScaleFormat::kE4m3 && rule.block == 16 &&
+         rule.block_rows == 1 && rule.scale_rule == ScaleRule::kExact &&
+         rule.code_rule == CodeRule::kExact && rule.global == GlobalScale::kPerTensor &&
+         rule.global_is_power_of_two && rule.four_over_six == FourOverSix::kOff &&
+         rule.tie == Tie::kEven && rule.zero_block == ZeroBlock::kZero &&
+         rule.sign_of_zero == SignOfZero::kDropped && rule.macro_block == 0;
+}
+
 bool quantizes_at_once(const Quantizer& rule, const TensorView<const float, 2>& master) {
   const Device device = master.device;
-  return build::has_cuda && device.kind == Device::Kind::kCuda && rule.element == Element::kE2m1 &&
-         rule.scale == ScaleFormat::kE4m3 && rule.block == 16 && rule.block_rows == 1 &&
-         rule.scale_rule == ScaleRule::kExact && rule.code_rule == CodeRule::kExact &&
-         rule.global == GlobalScale::kPerTensor && rule.global_is_power_of_two &&
-         rule.four_over_six == FourOverSix::kOff && rule.tie == Tie::kEven &&
-         rule.zero_block == ZeroBlock::kZero && rule.sign_of_zero == SignOfZero::kDropped &&
-         rule.macro_block == 0 && master.shape[1] % 16 == 0 && lies_well(master, device, 16);
+  return build::has_cuda && device.kind == Device::Kind::kCuda && takes_nvfp4_weights(rule) &&
+         master.shape[1] % 16 == 0 && lies_well(master, device, 16);
 }
 
 WeightSums::WeightSums(Device device, Stream stream)

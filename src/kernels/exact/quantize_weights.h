@@ -26,6 +26,10 @@ struct WeightOnItsWay {
   std::uint64_t* bad = nullptr;
 };
 
+/// Whether it is NVFP4 under one power of two a matrix, whose kernels take sixteen numbers a
+/// thread.
+bool takes_nvfp4_weights(const Quantizer& rule);
+
 /// Whether quantize_weights() has a kernel for that: NVFP4 under one power of two a matrix, rows
 /// without gaps.
 bool quantizes_at_once(const Quantizer& rule, const TensorView<const float, 2>& master);
