@@ -141,9 +141,11 @@ Apart compare(const Seen& here, const Seen& cpu) {
           .grad_norm = std::abs(here.grad_norm / cpu.grad_norm - 1)};
 }
 
+/// Clipped on both sides: else one token whose log-prob is several nats off decides a gradient.
 std::vector<Apart> run(const std::string& arm, Device device) {
   const cli::Subject subject = cli::open_subject(
-      "recipes/demo.toml", {"arm=" + arm, "schedule.prompts=8", "schedule.samples=4"}, "", true);
+      "recipes/demo.toml",
+      {"arm=" + arm, "schedule.prompts=8", "schedule.samples=4", "rl.dual_clip=3"}, "", true);
   const Schedule& schedule = subject.recipe.schedule;
   Side here(subject, device), cpu(subject, {});
   const std::unique_ptr<Comm> comm = Comm::single();
@@ -194,11 +196,13 @@ std::vector<Device> cuda_first() {
 INSTANTIATE_TEST_SUITE_P(Devices, Parity, ::testing::ValuesIn(cuda_first()), name_of_device);
 
 TEST_P(Parity, StepsOfARecipeStayTogether) {
+  // docs/tolerances.md has what was seen.
   const struct {
     const char* arm;
-    double logp, gap, grad_norm, update;
-  } bounds[] = {
-      {"bf16", 0.01, 0.5, 0.1, 0.3}, {"w4a4", 0.05, 0.5, 0.2, 0.5}, {"trace", 0.05, 0.5, 0.2, 0.5}};
+    double rollout, trained, gap, grad_norm, update;
+  } bounds[] = {{"bf16", 1e-3, 2e-3, 0.1, 0.1, 0.5},
+                {"w4a4", 5e-3, 3e-2, 0.5, 0.5, 1.2},
+                {"trace", 5e-3, 3e-2, 0.5, 0.5, 1.2}};
   for (const auto& most : bounds) {
     for (const Apart& step : run(most.arm, GetParam())) {
       if (GetParam().kind == Device::Kind::kCpu) {  // the same bits
@@ -206,8 +210,8 @@ TEST_P(Parity, StepsOfARecipeStayTogether) {
         EXPECT_EQ(step.trained, 0.0);
         EXPECT_EQ(step.update, 0.0);
       }
-      EXPECT_LT(step.rollout, most.logp) << most.arm;
-      EXPECT_LT(step.trained, most.logp) << most.arm;
+      EXPECT_LT(step.rollout, most.rollout) << most.arm;
+      EXPECT_LT(step.trained, most.trained) << most.arm;
       EXPECT_LT(std::abs(step.gap / step.cpu_gap - 1), most.gap) << most.arm;
       EXPECT_LT(step.grad_norm, most.grad_norm) << most.arm;
       EXPECT_LT(step.update, most.update) << most.arm;
