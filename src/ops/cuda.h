@@ -28,7 +28,8 @@ Heads split_heads(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Ten
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const std::vector<Block>& blocks, const AttentionShape& shape);
 at::Tensor experts(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& w13,
-                   const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots);
+                   const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots,
+                   bool any_order);
 
 /// Like that of experts.h, by their logits and as int32: the softmax of equal logits is equal.
 at::Tensor choose_experts(const at::Tensor& logits, std::int64_t k);

@@ -315,13 +315,14 @@ struct Experts : Function<Experts> {
 }  // namespace
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
-               const Tensor& experts, const Rounding& round_slots, bool bf16, const Coded& coded) {
+               const Tensor& experts, const Rounding& round_slots, bool bf16, const Coded& coded,
+               bool any_order) {
   if constexpr (build::has_cuda) {
     if (x.is_cuda()) {
       if (coded.gate_up != nullptr) {
         throw Error("the rollout's own product in the trainer (QaRL) runs on the CPU only");
       }
-      return cuda::experts(x, gates.contiguous(), w13, w2, experts, round_slots);
+      return cuda::experts(x, gates.contiguous(), w13, w2, experts, round_slots, any_order);
     }
   }
   return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16, coded);

@@ -21,11 +21,12 @@ struct Coded {
 ///
 /// x [T, D], gates [T, K], w13 [E, 2F, D] (gate over up), w2 [E, D, F], as dense.h; experts int64
 /// [T, K], on a CUDA device int32. The inputs of w2 are rounded to BF16 with `bf16`, and then by
-/// `round_slots` if there is one: it sees [T * K, F], the slots of a token in a row. Their gradient
-/// passes it by unchanged. Tokens are sorted by expert, so that each expert is one product.
+/// `round_slots` if there is one: it sees [T * K, F], the slots of a token in a row, or in any
+/// order with `any_order`. Their gradient passes it by unchanged. Tokens are sorted by expert, so
+/// that each expert is one product.
 at::Tensor experts(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& w13,
                    const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots,
-                   bool bf16, const Coded& coded = {});
+                   bool bf16, const Coded& coded = {}, bool any_order = false);
 
 /// The K experts of the largest probabilities, in falling order; of equal ones the lower index.
 /// p [T, E] -> int64 [T, K]; on a CUDA device ops/cuda.h tells of another one.

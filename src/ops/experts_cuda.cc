@@ -123,7 +123,7 @@ void add_grouped(const Tensor& grad, const Tensor& dy, const Tensor& x, const Te
 }
 
 /// Sorted gate-over-up rows in FP32 -> swiglu [T * K, F]; BF16 ones are the rollout's to the bit.
-Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding,
+Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding, bool any_order,
               at::ScalarType type) {
   const std::int64_t rows = gate_up.size(0), f = gate_up.size(1) / 2;
   if (type != at::kBFloat16 && !rounding) {
@@ -137,7 +137,9 @@ Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& round
                    .up = {from + f, {rows, f}, {2 * f, 1}, device},
                    .out = view_of<Bf16>(numbers)},
                   stream_of(gate_up));
-  if (rounding) {
+  if (rounding && any_order) {
+    rounding(view_of<const Bf16>(numbers), view_of<Bf16>(numbers));
+  } else if (rounding) {
     const Tensor pairs = scatter(numbers, sorted.pair_of);
     rounding(view_of<const Bf16>(pairs), view_of<Bf16>(pairs));
     numbers = gather(pairs, sorted.pair_of);
@@ -201,10 +203,10 @@ SwigluGrads swiglu_grads(const Tensor& gate_up, const Tensor& dout, const Tensor
 struct Experts : Function<Experts> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gates,
                         const Tensor& w13, const Tensor& w2, const Tensor& experts,
-                        const Rounding& round_slots) {
+                        const Rounding& round_slots, bool any_order) {
     const Sorted sorted = sort_by_expert(experts, w13.size(0));
     const Tensor gate_up = grouped(gather(x, sorted.token_of), w13, false, sorted.offsets);
-    const Tensor down_in = swiglu(gate_up, sorted, round_slots, x.scalar_type());
+    const Tensor down_in = swiglu(gate_up, sorted, round_slots, any_order, x.scalar_type());
     const Tensor down = grouped(down_in, w2, false, sorted.offsets, sorted.pair_of);
     ctx->save_for_backward(
         {x, gates, w13, w2, gate_up, down_in, sorted.pair_of, sorted.token_of, sorted.offsets});
@@ -224,15 +226,16 @@ struct Experts : Function<Experts> {
     add_grouped(grad_of(w13), d.gate_up, gather(x, token_of), offsets);
     const Tensor din = grouped(d.gate_up, w13, true, offsets, pair_of);
     const Tensor none;
-    return {combine(din, at::ones_like(gates), x.scalar_type()), d.gates, none, none, none, none};
+    return {
+        combine(din, at::ones_like(gates), x.scalar_type()), d.gates, none, none, none, none, none};
   }
 };
 
 }  // namespace
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
-               const Tensor& experts, const Rounding& round_slots) {
-  return Experts::apply(x, gates, w13, w2, experts, round_slots);
+               const Tensor& experts, const Rounding& round_slots, bool any_order) {
+  return Experts::apply(x, gates, w13, w2, experts, round_slots, any_order);
 }
 
 }  // namespace lockstep::ops::cuda

@@ -47,7 +47,7 @@ TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int6
 std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
   if (quantize && gather(weight, number)) {
     const auto [rows, cols] = gathered_.back().master.shape;
-    if (std::ssize(gathered_) == kernels::kMostReplaced) send_gathered();
+    if (gathered_.size() == rooms_.size()) send_gathered();
     return rows * (cols / 2 + cols / 16) + 4;
   }
   send_gathered();
@@ -92,11 +92,16 @@ void DeviceSender::send_gathered() {
          cols});
   }
   gathered_.clear();
+  // Few go into the receiver's tiles at a time, while they are in the cache; sums have a launch for
+  // all, which takes long to begin.
   for (std::size_t i = 0; i < weights.size(); i += kernels::kMostWeights) {
     const std::size_t some = std::min<std::size_t>(kernels::kMostWeights, weights.size() - i);
     kernels::quantize_weights(std::span(weights).subspan(i, some), rule, sums_);
+    const std::size_t end = i + some,
+                      first = (end - 1) / kernels::kMostReplaced * kernels::kMostReplaced;
+    if (end % kernels::kMostReplaced != 0 && end != weights.size()) continue;
+    to_.put_all(std::span(sent).subspan(first, end - first));
   }
-  to_.put_all(sent);
   sum(summed);
 }
 

@@ -79,7 +79,7 @@ class DeviceSender {
   struct Room {
     Buffer codes, scales, global;
   };
-  std::array<Room, kernels::kMostReplaced> rooms_;
+  std::array<Room, 2 * kernels::kMostReplaced> rooms_;
   // By where the bytes lie.
   std::map<std::vector<std::uintptr_t>, std::unique_ptr<kernels::Crc32cList>> lists_;
   // Of kSlots weights each: sums, the first elements that are not finite, largest magnitudes.

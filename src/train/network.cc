@@ -159,7 +159,7 @@ Tensor Network::mlp(std::int32_t layer, const Tensor& h, const Sites& sites) con
     coded = {&codes->gate_up, &codes->down, sites.activation_rule(), x.detach()};
   }
   return ops::experts(sites.w13_in(Layer{layer}, x), gates, w.w13, w.w2, chosen,
-                      sites.w2_in(Layer{layer}), bf16_, coded);
+                      sites.w2_in(Layer{layer}), bf16_, coded, sites.w2_in_by_row(Layer{layer}));
 }
 
 Tensor Network::layer(std::int32_t layer, const Tensor& h, const Pack& pack,

@@ -62,6 +62,10 @@ class Sites {
   /// What the experts of a layer do to the inputs of their down projections, [T * K, F]; empty:
   /// nothing.
   ops::Rounding w2_in(Layer layer) const;
+  /// Whether that looks at each row alone, so that slots may come in any order.
+  bool w2_in_by_row(Layer layer) const {
+    return !follows({layer, Site::kW2In}) && !audits({layer, Site::kW2In});
+  }
 
   /// K after norm and rotation, or V.   [T, N * C]
   at::Tensor kv(Place place, const at::Tensor& x) const;

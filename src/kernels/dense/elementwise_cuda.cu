@@ -105,15 +105,19 @@ struct GatherParams {
   std::uint8_t* to;
   std::int64_t from_stride;
   std::int64_t to_stride;
+  std::int64_t rows;
   std::int32_t cols;
 };
 
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams p) {
   constexpr int kWidth = sizeof(Word);
-  const std::uint8_t* const from = p.from + p.index[blockIdx.x] * p.from_stride;
-  std::uint8_t* const to = p.to + blockIdx.x * p.to_stride;
-  for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += kThreads * kWidth) {
+  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (row >= p.rows) return;
+  const std::uint8_t* const from = p.from + p.index[row] * p.from_stride;
+  std::uint8_t* const to = p.to + row * p.to_stride;
+  const int step = static_cast<int>(blockDim.x) * kWidth;
+  for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += step) {
     *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
   }
 }
@@ -236,14 +240,20 @@ void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const st
   if (index.empty() || from.shape[1] == 0) return;
   const cuda::OnDevice scope(from.device.index);
   const GatherParams params{from.data,      index.data(), to.data,
-                            from.stride[0], to.stride[0], static_cast<std::int32_t>(from.shape[1])};
+                            from.stride[0], to.stride[0], std::ssize(index),
+                            static_cast<std::int32_t>(from.shape[1])};
   const std::uintptr_t at =
       reinterpret_cast<std::uintptr_t>(from.data) | reinterpret_cast<std::uintptr_t>(to.data) |
       static_cast<std::uintptr_t>(from.stride[0] | to.stride[0] | params.cols);
   const auto kernel = at % 16 == 0  ? gather_kernel<uint4>
                       : at % 2 == 0 ? gather_kernel<std::uint16_t>
                                     : gather_kernel<std::uint8_t>;
-  kernel<<<static_cast<unsigned>(index.size()), kThreads, 0, cuda::stream_of(stream)>>>(params);
+  const int words = params.cols / (at % 16 == 0 ? 16 : at % 2 == 0 ? 2 : 1);
+  unsigned across = kThreads;  // threads of a row; the others have further rows
+  while (across > 8 && static_cast<int>(across) / 2 >= words) across /= 2;
+  const unsigned down = kThreads / across;
+  const auto blocks = static_cast<unsigned>((index.size() + down - 1) / down);
+  kernel<<<blocks, dim3(across, down), 0, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("gather_kernel");
 }
 

@@ -205,7 +205,11 @@ std::uint32_t Crc32cList::finish(std::int64_t item, std::uint32_t sum) const {
 }
 
 std::uint32_t crc_of_sum(std::uint32_t sum, std::int64_t bytes) {
-  return gf2::crc_of(sum, static_cast<std::uint64_t>(bytes));
+  // Lengths are few and their powers dear: some microseconds each, of ten thousand weights.
+  thread_local std::map<std::int64_t, std::uint32_t> of_zero;
+  const auto [found, is_new] = of_zero.try_emplace(bytes);
+  if (is_new) found->second = gf2::crc_of(0, static_cast<std::uint64_t>(bytes));
+  return found->second ^ sum;
 }
 
 std::vector<std::uint32_t> Crc32cList::run() {

@@ -43,6 +43,20 @@ __device__ inline std::uint32_t step(const std::uint32_t* table, std::uint32_t l
          at(((s >> 9 & kRow) | lane4) + 0x10000u) ^ at(((s >> 17 & kRow) | lane4) + 0x18000u);
 }
 
+/// x^32 to the power of n, n <= 32.
+__device__ std::uint32_t words_power(std::uint32_t n) {
+  static constexpr std::uint32_t k1 = gf2::power(32), k2 = gf2::power(64), k4 = gf2::power(128),
+                                 k8 = gf2::power(256), k16 = gf2::power(512),
+                                 k32 = gf2::power(1024);
+  std::uint32_t power = n >= 32 ? k32 : gf2::kOne;
+  if ((n & 1) != 0) power = gf2::times(power, k1);
+  if ((n & 2) != 0) power = gf2::times(power, k2);
+  if ((n & 4) != 0) power = gf2::times(power, k4);
+  if ((n & 8) != 0) power = gf2::times(power, k8);
+  if ((n & 16) != 0) power = gf2::times(power, k16);
+  return power;
+}
+
 /// Where units are few, every block has some.
 __device__ inline std::int64_t first_unit() {
   return std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
@@ -55,11 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   make_table(table, kStride);
   const std::uint32_t lane = threadIdx.x & 31u;
   const std::uint32_t lane4 = 4 * lane;
-  std::uint32_t lane_power = gf2::kOne;  // x^32 for each lane from this one on
-  for (std::uint32_t i = lane; i < 32; ++i) {
-    static constexpr std::uint32_t kWord = gf2::power(32);
-    lane_power = gf2::times(lane_power, kWord);
-  }
+  const std::uint32_t lane_power = words_power(32 - lane);  // this lane's word and those after it
   for (std::int64_t u = first_unit(); u < count; u += std::int64_t{gridDim.x} * kWarps) {
     const CrcUnit unit = units[u];
     // Zeros before a message leave a register of 0 as it is: the first word may be in part
