@@ -35,7 +35,8 @@ void prepare_torch(Device device) {
     throw Error("device = \"cuda\": " + why);
   }
   // Products have one order here without CUBLAS_WORKSPACE_CONFIG: torch gives cuBLAS one workspace
-  // and there is one stream. Where it is set torch parses it at every product, for 25 us.
+  // and there is one stream. Where it is set torch parses it at every product, for
+  // some 80 us.
   if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     throw Error(std::string("device = \"cuda\" needs a torch built for CUDA: ") + dlerror());
   }
