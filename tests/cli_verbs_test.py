@@ -505,3 +505,17 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(tmp_pa
     assert not folder.exists()
     refused("rollout", ROOT / "recipes/demo.toml", "device=cuda:77", rc=1,
             named="device is cuda:77")
+
+
+@pytest.mark.parametrize("verb", ["train", "rollout", "verify"])
+def test_a_device_is_refused_before_a_weight_is_read(tmp_path, verb):
+    sick = tmp_path / "sick"
+    shutil.copytree(MODEL, sick)
+    path = sick / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    path.write_bytes(whole[:header] + b"\xff" * (len(whole) - header))  # NaN, every one
+    recipe = [ROOT / "recipes/demo.toml", f"model={sick}"]
+    more = ["--run", tmp_path / "run"] if verb == "train" else []
+    refused(verb, *recipe, "device=cuda:77", *more, rc=1, named="device is cuda:77")
+    assert "not finite" in run(verb, *recipe, "device=cpu", *more, rc=1).stderr  # so one would show

@@ -101,12 +101,14 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   recipe::Recipe recipe = recipe_of(what, assignments, model, default_task);
   Policy policy = open_policy(recipe.model);
   auto task = make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
-  Arm arm = ready_arm(recipe, policy, *task);
-  settle_device(recipe, arm, policy.config, trains);
-  recipe::Budget budget = recipe::budget(recipe, arm, policy.config);
+  // Before a weight is read for calibration.
+  const Arm checked = checked_arm(recipe, policy.config);
+  settle_device(recipe, checked, policy.config, trains);
+  recipe::Budget budget = recipe::budget(recipe, checked, policy.config);
   budget.evaluation = 0;
   if (!trains) budget.trainer = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
+  Arm arm = ready_arm(recipe, policy, *task);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
   return {.recipe = std::move(recipe),
           .policy = std::move(policy),
