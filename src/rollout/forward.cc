@@ -161,7 +161,8 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   kernels::rms_norm({.x = h(), .weight = w.attention_norm, .eps = model.rms_eps, .y = x()},
                     at.stream);
   const auto qkv = qkv_.view(rows, q_width + 2 * kv_width);
-  kernels::linear_bf16({.x = x(), .weight = w.qkv, .y_bf16 = qkv, .split_k = split_k}, at.stream);
+  kernels::linear_bf16(
+      {.x = x(), .weight = w.qkv, .y_bf16 = qkv, .split_k = split_k, .settled = true}, at.stream);
   const auto part = [&](std::int64_t first, std::int64_t width) {
     return TensorView<Bf16, 2>{qkv.data + first, {rows, width}, qkv.stride, at.device};
   };
@@ -200,8 +201,9 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
                       .out = attended,
                       .workspace = attention_room()},
                      at.stream);
-  kernels::linear_bf16({.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k},
-                       at.stream);
+  kernels::linear_bf16(
+      {.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k, .settled = true},
+      at.stream);
   add(layer, Check::kAttention, o());
 }
 
@@ -241,9 +243,12 @@ void Forward::Impl::predict() {
   kernels::gather_rows(h(), view.wanted, last, at.stream);
   kernels::rms_norm({.x = last, .weight = weights.final_norm(), .eps = model.rms_eps, .y = last},
                     at.stream);
-  kernels::linear_bf16(
-      {.x = last, .weight = weights.head(), .y = logits(), .split_k = options.drift.split_k},
-      at.stream);
+  kernels::linear_bf16({.x = last,
+                        .weight = weights.head(),
+                        .y = logits(),
+                        .split_k = options.drift.split_k,
+                        .settled = true},
+                       at.stream);
   kernels::first_nonfinite(logits(), checks.logits(), at.stream);
   checks.look(checks.logits());
 }

@@ -179,9 +179,12 @@ void ForwardExperts::route(const Pass& pass, Layer layer, const LayerWeights& we
   const auto logits = logits_.view(rows, experts_);
   TensorView<std::int32_t, 2> chosen = capture.route_room(pass, layer);
   if (chosen.empty()) chosen = chosen_.view(rows, slots_);
-  kernels::linear_bf16(
-      {.x = x, .weight = weights.router, .y = logits, .split_k = options_.drift.split_k},
-      at_->stream);
+  kernels::linear_bf16({.x = x,
+                        .weight = weights.router,
+                        .y = logits,
+                        .split_k = options_.drift.split_k,
+                        .settled = true},
+                       at_->stream);
   kernels::router({.logits = logits,
                    .normalize = agreement_.model.normalize_gates,
                    .experts = chosen,

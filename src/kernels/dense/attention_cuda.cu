@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/dense/attention_kernel_cuda.h"
@@ -24,6 +25,7 @@ struct CombineParams {
 template <int kDim>
 __global__ void __launch_bounds__(kDim)
     combine_splits_kernel(const __grid_constant__ CombineParams p) {
+  cuda::take_turn();
   const std::int64_t row = blockIdx.x;
   const int head = static_cast<int>(blockIdx.y);
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -76,9 +78,10 @@ void combine(const AttentionParams& p, int dim, std::int64_t rows, Stream stream
   const auto kernel = dim == 32   ? combine_splits_kernel<32>
                       : dim == 64 ? combine_splits_kernel<64>
                                   : combine_splits_kernel<128>;
-  kernel<<<dim3(static_cast<unsigned>(rows), static_cast<unsigned>(p.heads)),
-           static_cast<unsigned>(dim), 0, cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("combine_splits_kernel");
+  cuda::lay_out_for_shared(kernel);
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(p.heads));
+  cuda::launch_beside("combine_splits_kernel", kernel, grid, dim3(static_cast<unsigned>(dim)), 0,
+                      stream, params);
 }
 
 KvFormat format_of(const Quantizer& rule) {

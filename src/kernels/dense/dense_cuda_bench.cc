@@ -110,6 +110,9 @@ void products(Bench& bench) {
                           {"qkv", 8, 2048, 5120},
                           {"qkv", 16, 2048, 5120},
                           {"qkv", 64, 2048, 5120},
+                          {"qkv", 128, 2048, 5120},
+                          {"qkv", 256, 2048, 5120},
+                          {"o", 8, 4096, 2048},
                           {"o", 64, 4096, 2048},
                           {"router", 64, 2048, 128},
                           {"head", 8, 2048, 151936},
@@ -122,19 +125,22 @@ void products(Bench& bench) {
     const int sets = size.rows > 1000 ? 1 : std::min(Bench::sets_of(bytes), 64);
     const Matrices w(bench, (size.out + 31) / 32 * 32, size.in, sets, 5);
     const Matrices x(bench, size.rows, size.in, sets, 6), y(bench, size.rows, size.out, sets, 7);
-    bench.run(
-        {.name = cat({"linear ", size.name}),
-         .size = cat({"rows=", size.rows, " ", size.in, "->", size.out}),
-         .bytes = bytes,
-         .flop = 2.0 * static_cast<double>(size.rows * size.in) * static_cast<double>(size.out),
-         .floor = cuda::Floor::kRead,
-         .sets = sets,
-         .launch = [&](int set, Stream stream) {
-           linear_bf16({.x = x.at(set),
-                        .weight = {w.at(set).data, size.out, size.in, bench.device()},
-                        .y_bf16 = y.at(set)},
-                       stream);
-         }});
+    for (const bool settled : {false, true}) {
+      bench.run(
+          {.name = cat({"linear ", size.name, settled ? ", settled" : ""}),
+           .size = cat({"rows=", size.rows, " ", size.in, "->", size.out}),
+           .bytes = bytes,
+           .flop = 2.0 * static_cast<double>(size.rows * size.in) * static_cast<double>(size.out),
+           .floor = cuda::Floor::kRead,
+           .sets = sets,
+           .launch = [&](int set, Stream stream) {
+             linear_bf16({.x = x.at(set),
+                          .weight = {w.at(set).data, size.out, size.in, bench.device()},
+                          .y_bf16 = y.at(set),
+                          .settled = settled},
+                         stream);
+           }});
+    }
   }
 }
 
@@ -177,8 +183,40 @@ void sampling(Bench& bench) {
   }
 }
 
+/// As a layer has them: a norm and the product of what it gives, the weight read meanwhile.
+void norm_and_product(Bench& bench) {
+  bench.heading("a norm of 2048 and the product 2048->5120");
+  constexpr std::int64_t kIn = 2048, kOut = 5120;
+  const auto gains = bench.normal_bf16(kIn, 1);
+  for (const std::int64_t rows : {1, 64}) {
+    const double bytes = static_cast<double>(kIn * kOut * 2 + rows * (2 * kIn + 2 * kOut));
+    const int sets = Bench::sets_of(bytes);
+    const Matrices w(bench, kOut, kIn, sets, 5);
+    const Matrices h(bench, rows, kIn, sets, 6), x(bench, rows, kIn, sets, 7);
+    const Matrices y(bench, rows, kOut, sets, 8);
+    for (const bool settled : {false, true}) {
+      bench.run({.name = cat({"rms_norm, linear qkv", settled ? ", settled" : ""}),
+                 .size = cat({"rows=", rows}),
+                 .bytes = bytes,
+                 .floor = cuda::Floor::kRead,
+                 .sets = sets,
+                 .launch = [&](int set, Stream stream) {
+                   rms_norm(
+                       {.x = h.at(set), .weight = {gains.as<const Bf16>(), kIn}, .y = x.at(set)},
+                       stream);
+                   linear_bf16({.x = x.at(set),
+                                .weight = {w.at(set).data, kOut, kIn, bench.device()},
+                                .y_bf16 = y.at(set),
+                                .settled = settled},
+                               stream);
+                 }});
+    }
+  }
+}
+
 const cuda::BenchEntry kRowOps("dense_rows", row_ops);
 const cuda::BenchEntry kProducts("dense_products", products);
+const cuda::BenchEntry kNormAndProduct("dense_pair", norm_and_product);
 const cuda::BenchEntry kSampling("dense_sampling", sampling);
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/dispatch_rows.h"
 
@@ -50,6 +51,7 @@ __device__ void place(const Params& p, std::int32_t* own, int first, int end,
 /// expert begin, and then puts them there in their order.
 __global__ void __launch_bounds__(32 * kMostWarps)
     dispatch_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
   extern __shared__ std::int32_t counters[];  // [warps, experts]
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
@@ -210,9 +212,9 @@ void dispatch_cuda(const DispatchArgs& args, Stream stream) {
                                        kMostBytes),
                   "cudaFuncSetAttribute");
   }
-  dispatch_kernel<<<1, static_cast<unsigned>(32 * warps), static_cast<std::size_t>(bytes),
-                    cuda::stream_of(stream)>>>(p);
-  cuda::require_launch("dispatch_kernel");
+  cuda::launch_beside("dispatch_kernel", dispatch_kernel, dim3(1),
+                      dim3(static_cast<unsigned>(32 * warps)), static_cast<std::size_t>(bytes),
+                      stream, p);
 }
 
 }  // namespace lockstep::kernels

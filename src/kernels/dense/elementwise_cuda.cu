@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/elementwise_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -31,6 +32,7 @@ __device__ std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b) {
 /// A block a row: is it finite, after x is added to h where there is an h?
 template <bool kWide>
 __global__ void __launch_bounds__(kThreads) add_rows_kernel(const __grid_constant__ RowParams p) {
+  cuda::take_turn();
   const std::int64_t row = blockIdx.x;
   const Bf16* const x = p.x + row * p.x_stride;
   Bf16* const h = p.h == nullptr ? nullptr : p.h + row * p.h_stride;
@@ -69,8 +71,8 @@ void launch_rows(const RowParams& params, std::int64_t rows, Device device, Stre
   const bool wide = params.cols % 8 == 0 && params.x_stride % 8 == 0 && params.h_stride % 8 == 0 &&
                     aligned(params.x) && aligned(params.h);
   const auto kernel = wide ? add_rows_kernel<true> : add_rows_kernel<false>;
-  kernel<<<static_cast<unsigned>(rows), kThreads, 0, cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("add_rows_kernel");
+  cuda::launch_beside("add_rows_kernel", kernel, dim3(static_cast<unsigned>(rows)), dim3(kThreads),
+                      0, stream, params);
 }
 
 struct CombineParams {
@@ -86,6 +88,7 @@ struct CombineParams {
 
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams p) {
+  cuda::take_turn();
   const std::int64_t row = blockIdx.y;
   const int column = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (column >= p.cols) return;
@@ -131,6 +134,7 @@ struct FloatParams {
 
 /// Blocks of a row that follow each other in y look at parts of it.
 __global__ void __launch_bounds__(kThreads) look_kernel(const __grid_constant__ FloatParams p) {
+  cuda::take_turn();
   const float* const x = p.x + std::int64_t{blockIdx.x} * p.stride;
   bool bad = false;
   for (int i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x); i < p.cols;
@@ -205,9 +209,8 @@ void first_nonfinite_cuda(TensorView<const float, 2> x, std::int32_t* bad, Strea
   const FloatParams params{x.data, bad, x.stride[0], static_cast<std::int32_t>(x.shape[1])};
   const auto parts =
       static_cast<unsigned>(std::min<std::int64_t>((x.shape[1] + 16383) / 16384, 64));
-  look_kernel<<<dim3(static_cast<unsigned>(x.shape[0]), parts), kThreads, 0,
-                cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("look_kernel");
+  cuda::launch_beside("look_kernel", look_kernel, dim3(static_cast<unsigned>(x.shape[0]), parts),
+                      dim3(kThreads), 0, stream, params);
 }
 
 void combine_cuda(const CombineArgs& args, Stream stream) {
@@ -225,14 +228,13 @@ void combine_cuda(const CombineArgs& args, Stream stream) {
   constexpr std::int64_t kMostRows = 65535;  // of a grid's second dimension
   for (std::int64_t first = 0; cols > 0 && first < rows; first += kMostRows) {
     const std::int64_t count = std::min(kMostRows, rows - first);
-    combine_kernel<<<dim3(static_cast<unsigned>((cols + kThreads - 1) / kThreads),
-                          static_cast<unsigned>(count)),
-                     kThreads, 0, cuda::stream_of(stream)>>>(params);
+    const dim3 grid(static_cast<unsigned>((cols + kThreads - 1) / kThreads),
+                    static_cast<unsigned>(count));
+    cuda::launch_beside("combine_kernel", combine_kernel, grid, dim3(kThreads), 0, stream, params);
     params.y += count * params.slots * params.y_stride;
     params.gates += count * params.gates_stride;
     params.out += count * params.out_stride;
   }
-  cuda::require_launch("combine_kernel");
 }
 
 void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,

@@ -17,6 +17,14 @@ namespace {
 
 using namespace wgmma;
 
+constexpr int kStages = 4;
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kRows = 64 * kConsumers;  // of a tile
+constexpr int kCols = 256;              // outputs of a tile
+constexpr int kRowBytes = kRows * kDepth * 2;
+constexpr int kColBytes = kCols * kDepth * 2;
+
 struct SumsParams {
   const std::int32_t* offsets;
   float* sum;
@@ -65,7 +73,7 @@ __device__ void produce_sums(const SumsParams& p, SumsShared& s, const CUtensorM
         copy_tile(s.b[at.stage] + box * kBoxBytes, &b, tile.col + box * 64, item,
                   &s.full[at.stage]);
       }
-      at.advance();
+      at.advance(kStages);
     }
   }
 }
@@ -124,7 +132,7 @@ __device__ void consume_sums(const SumsParams& p, SumsShared& s, int consumer) {
         wait(&s.full[at.stage], at.parity);
         __syncwarp();
         if (speaks) arrive(&s.empty[at.stage]);
-        at.advance();
+        at.advance(kStages);
       }
       continue;
     }
@@ -146,7 +154,7 @@ __device__ void consume_sums(const SumsParams& p, SumsShared& s, int consumer) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       if (before >= 0 && speaks) arrive(&s.empty[before]);
       before = at.stage;
-      at.advance();
+      at.advance(kStages);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (speaks) arrive(&s.empty[before]);
@@ -167,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       init_barrier(&s.full[i], 1);
-      init_barrier(&s.empty[i], kConsumerWarps);
+      init_barrier(&s.empty[i], 4 * kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

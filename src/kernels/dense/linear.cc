@@ -155,7 +155,7 @@ void linear_bf16(const LinearArgs& args, Stream stream) {
     if constexpr (build::has_cuda) {
       return linear_cuda(
           {.x = args.x, .offsets = {}, .weights = weight, .y = args.y, .split_k = args.split_k},
-          false, args.y_bf16, stream);
+          false, args.y_bf16, args.settled, stream);
     }
   }
   const std::int32_t offsets[2] = {0, static_cast<std::int32_t>(rows)};
@@ -169,7 +169,7 @@ void grouped_linear_bf16(const GroupedLinearArgs& args, Stream stream) {
   require_shape("grouped_linear_bf16", "x", args.x, rows, args.weights.in, args.weights.device);
   require_shape("grouped_linear_bf16", "y", args.y, rows, args.weights.out, args.weights.device);
   if (on_cuda("grouped_linear_bf16", args.weights.device)) {
-    if constexpr (build::has_cuda) return linear_cuda(args, true, {}, stream);
+    if constexpr (build::has_cuda) return linear_cuda(args, true, {}, false, stream);
   }
   const auto& offsets = args.offsets;
   if (offsets.empty() || offsets.front() != 0 || offsets.back() != rows ||

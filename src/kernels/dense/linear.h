@@ -41,6 +41,7 @@ struct LinearArgs {
   TensorView<float, 2> y{};      // [rows, out], or
   TensorView<Bf16, 2> y_bf16{};  // [rows, out] rounded once
   bool split_k = false;          // the declared drift: see below
+  bool settled = false;          // the weight: see below
 };
 
 /// y = x * weight^T.
@@ -50,11 +51,13 @@ struct LinearArgs {
 /// are, nor on tiles or threads. With split_k the inputs are summed in two halves (the first of
 /// in / 2 rounded down to even), each sum rounded to BF16, and the two added in FP32.
 ///
-/// On a CUDA device an output is the sum, in order, of 8 such sums over an eighth of the inputs
-/// each, by tensor cores: another order than the CPU's, and as independent of everything else. `in`
-/// is a multiple of 32 there, with split_k of 64; spans lie on the device and are not looked at.
-/// Tolerance class. The ISAs give the same bits except where vdpbf16ps flushes a subnormal.
-/// Throws Error naming the argument, its value and what was expected.
+/// On a CUDA device an output is the sum, in order, of 4 such sums over a quarter of the inputs
+/// each (8 before and after Hopper), by tensor cores: another order than the CPU's, and as
+/// independent of everything else. `in` is a multiple of 32 there, with split_k of 64; spans lie on
+/// the device and are not looked at. Where the weight is settled, so that the stream's launch
+/// before this one does not write it, it may be read while that one still runs. Tolerance class.
+/// The ISAs give the same bits except where vdpbf16ps flushes a subnormal. Throws Error naming the
+/// argument, its value and what was expected.
 void linear_bf16(const LinearArgs& args, Stream stream);
 
 struct GroupedLinearArgs {

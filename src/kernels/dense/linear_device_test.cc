@@ -4,10 +4,12 @@
 #include <numeric>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "device/testing.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/linear.h"
+#include "kernels/dense/linear_rows.h"
 #include "kernels/dense/testing.h"
 
 namespace lockstep::kernels {
@@ -38,20 +40,38 @@ class LinearOnDevice : public testing::TestWithParam<Device> {
   }
 
   static std::vector<float> multiply(const std::vector<Bf16>& x, std::int64_t first,
-                                     std::int64_t rows, const Weight& w, bool split = false) {
+                                     std::int64_t rows, const Weight& w, bool split = false,
+                                     bool of_warps = false) {
     const std::int64_t in = w.matrix.in, out = w.matrix.out;
     const Buffer from =
         to_device(std::vector(x.begin() + first * in, x.begin() + (first + rows) * in), GetParam());
     const Buffer to =
         to_device(std::vector<float>(static_cast<std::size_t>(rows * out), NAN), GetParam());
-    linear_bf16({.x = rows_of(from.as<const Bf16>(), rows, in, GetParam()),
-                 .weight = w.matrix,
-                 .y = rows_of(to.as<float>(), rows, out, GetParam()),
-                 .split_k = split},
-                {});
+    const auto x_there = rows_of(from.as<const Bf16>(), rows, in, GetParam());
+    const auto y_there = rows_of(to.as<float>(), rows, out, GetParam());
+    if constexpr (build::has_cuda) {
+      if (of_warps) {
+        linear_of_warps_cuda(
+            {.x = x_there, .offsets = {}, .weights = w.matrix, .y = y_there, .split_k = split},
+            false, {}, {});
+        return to_host<float>(to);
+      }
+    }
+    linear_bf16({.x = x_there, .weight = w.matrix, .y = y_there, .split_k = split}, {});
     return to_host<float>(to);
   }
 };
+
+/// Numbers of 40 binades, so that what a product of tensor cores cuts off shows.
+std::vector<Bf16> uneven_bf16(std::int64_t count, std::uint32_t seed) {
+  std::vector<Bf16> values = random_bf16(count, seed);
+  std::uint32_t state = seed;
+  for (Bf16& value : values) {
+    state = state * 1664525 + 1013904223;
+    value = to_bf16(std::ldexp(to_float(value), static_cast<int>(state >> 16) % 40 - 20));
+  }
+  return values;
+}
 
 INSTANTIATE_TEST_SUITE_P(Devices, LinearOnDevice, testing::ValuesIn(devices()), name_of_device);
 
@@ -99,8 +119,8 @@ TEST_P(LinearOnDevice, IsWithinTheBoundOfTheExactSum) {
 TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
   for (const bool split : {false, true}) {
     const std::int64_t rows = 300, in = split ? 448 : 480, out = 150;
-    const auto x = random_bf16(rows * in, 5);
-    const Weight w = pack(random_bf16(out * in, 6), out, in);
+    const auto x = uneven_bf16(rows * in, 5);
+    const Weight w = pack(uneven_bf16(out * in, 6), out, in);
     const auto all = multiply(x, 0, rows, w, split);
     for (const std::int64_t first : {0, 1, 127, 129, 200}) {
       for (const std::int64_t count : {1, 3, 8, 9, 17, 33, 64, 65, 100}) {
@@ -110,6 +130,37 @@ TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
       }
     }
   }
+}
+
+/// From one tile to many, in each of the shapes that a tile may have.
+TEST_P(LinearOnDevice, RowsOfManyTilesDoNotDependOnEachOther) {
+  const std::int64_t rows = on_cuda() ? 1100 : 110, in = 288;
+  for (const std::int64_t out : {40, 500, 1030, 2050, 6000}) {
+    if (!on_cuda() && out > 500) continue;
+    const auto x = uneven_bf16(rows * in, 25);
+    const Weight w = pack(uneven_bf16(out * in, 26), out, in);
+    const auto all = multiply(x, 0, rows, w);
+    for (const std::int64_t count : {1, 20, 64, 65, 129, 300}) {
+      if (count > rows) continue;
+      const auto some = multiply(x, 7, count, w);
+      const auto from = all.begin() + 7 * out;
+      ASSERT_TRUE(some == std::vector<float>(from, from + count * out)) << out << " " << count;
+    }
+  }
+}
+
+/// What devices other than Hopper's run is within the same bound, and rows do not depend there
+/// either.
+TEST_P(LinearOnDevice, WarpsGiveTheSameWithinTheirBounds) {
+  if (!on_cuda()) GTEST_SKIP() << "of CUDA devices";
+  const std::int64_t rows = 150, in = 512, out = 200;
+  const auto x = random_bf16(rows * in, 35), w = random_bf16(out * in, 36);
+  const Weight packed = pack(w, out, in);
+  const auto mine = multiply(x, 0, rows, packed),
+             theirs = multiply(x, 0, rows, packed, false, true);
+  for (std::size_t i = 0; i < mine.size(); ++i) ASSERT_NEAR(mine[i], theirs[i], 1e-3) << i;
+  const auto first = multiply(x, 0, 5, packed, false, true);
+  ASSERT_TRUE(first == std::vector<float>(theirs.begin(), theirs.begin() + 5 * out));
 }
 
 /// So many outputs, as a vocabulary has, take another kernel.

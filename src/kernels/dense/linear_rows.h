@@ -26,7 +26,10 @@ inline std::int64_t offset_of(const PanelArgs& args, std::int64_t row) {
 
 /// `grouped`: by args.offsets, which lie on the device.
 void linear_cuda(const GroupedLinearArgs& args, bool grouped, TensorView<Bf16, 2> y_bf16,
-                 Stream stream);
+                 bool settled, Stream stream);
+/// The same in the way of devices other than Hopper's, on any.
+void linear_of_warps_cuda(const GroupedLinearArgs& args, bool grouped, TensorView<Bf16, 2> y_bf16,
+                          Stream stream);
 
 void linear_panel_portable(const PanelArgs& args);
 void linear_panel_avx2(const PanelArgs& args);

@@ -1,3 +1,4 @@
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/rms_norm_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -21,6 +22,7 @@ struct Params {
 /// A block a row. kWide: 8 elements at once, all rows aligned to them.
 template <bool kWide>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
   extern __shared__ __align__(16) unsigned char shared[];
   Bf16* const row = reinterpret_cast<Bf16*>(shared);
   __shared__ float inverse_of_row;
@@ -88,8 +90,9 @@ void rms_norm_cuda(const RmsNormArgs& args, Stream stream) {
                                        static_cast<int>(bytes)),
                   "cudaFuncSetAttribute");
   }
-  kernel<<<static_cast<unsigned>(rows), kThreads, bytes, cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("rms_norm_kernel");
+  cuda::lay_out_for_shared(kernel);
+  cuda::launch_beside("rms_norm_kernel", kernel, dim3(static_cast<unsigned>(rows)), dim3(kThreads),
+                      bytes, stream, params);
 }
 
 }  // namespace lockstep::kernels

@@ -1,3 +1,4 @@
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/rope_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -23,6 +24,7 @@ struct Params {
 
 /// A warp a head, which it keeps in shared memory between norm and rotation.
 __global__ void __launch_bounds__(32 * kWarps) rope_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
   extern __shared__ __align__(16) unsigned char shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -76,9 +78,8 @@ void rope_cuda(const RopeArgs& args, Stream stream) {
                       args.head_dim,
                       args.eps};
   const auto bytes = static_cast<std::size_t>(kWarps * args.head_dim) * sizeof(Bf16);
-  rope_kernel<<<static_cast<unsigned>((rows * heads + kWarps - 1) / kWarps), 32 * kWarps, bytes,
-                cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("rope_kernel");
+  const dim3 grid(static_cast<unsigned>((rows * heads + kWarps - 1) / kWarps));
+  cuda::launch_beside("rope_kernel", rope_kernel, grid, dim3(32 * kWarps), bytes, stream, params);
 }
 
 }  // namespace lockstep::kernels

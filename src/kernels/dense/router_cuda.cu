@@ -1,3 +1,4 @@
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/lanes.h"
 #include "kernels/dense/router_rows.h"
@@ -74,6 +75,7 @@ __device__ float choose(const Params& p, std::int64_t row, float* probability) {
 
 /// A warp a row.
 __global__ void __launch_bounds__(32 * kWarps) router_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
   extern __shared__ __align__(16) unsigned char shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -134,9 +136,9 @@ void router_cuda(const RouterArgs& args, Stream stream) {
                       static_cast<std::int32_t>(args.experts.shape[1]),
                       args.normalize};
   const auto bytes = static_cast<std::size_t>(kWarps * (count + 3) / 4 * 4) * sizeof(float);
-  router_kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), 32 * kWarps, bytes,
-                  cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("router_kernel");
+  const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
+  cuda::launch_beside("router_kernel", router_kernel, grid, dim3(32 * kWarps), bytes, stream,
+                      params);
 }
 
 }  // namespace lockstep::kernels

@@ -1,3 +1,4 @@
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/attention_cuda.h"
 #include "kernels/exact/quantize_block.h"
@@ -78,6 +79,7 @@ __device__ void encode_row(const Params& p, const Bf16* x, float amax, std::uint
 
 /// A warp a row.
 __global__ void __launch_bounds__(32 * kWarps) write_kv_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
@@ -135,9 +137,9 @@ void write_kv_cuda(const WriteKvArgs& args, Stream stream) {
                       static_cast<std::int32_t>(args.x.shape[1]),
                       kv.page_tokens,
                       kv.row_bytes};
-  write_kv_kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), 32 * kWarps, 0,
-                    cuda::stream_of(stream)>>>(params);
-  cuda::require_launch("write_kv_kernel");
+  const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
+  cuda::launch_beside("write_kv_kernel", write_kv_kernel, grid, dim3(32 * kWarps), 0, stream,
+                      params);
 }
 
 }  // namespace lockstep::kernels
