@@ -52,9 +52,7 @@ void require_formats(const Contract& contract, const Options& options) {
   }
   switch (expert_product(contract)) {
     case ExpertProduct::kBf16: break;
-    case ExpertProduct::kMxfp4:
-      if (options.residual != Residual::kDense) break;
-      refuse("residual.kind is dense under MXFP4, whose residuals have no CUDA kernel");
+    case ExpertProduct::kMxfp4: break;
     case ExpertProduct::kNvfp4:
       if (contract.weight.global_is_power_of_two && contract.activation.global_is_power_of_two) {
         break;

@@ -85,9 +85,12 @@ TEST_P(EngineBesideCpu, ScoresAndCodesAreNearlyThoseOfTheCpu) {
     EXPECT_LT(seen.mean, mean) << name;
     EXPECT_GT(seen.codes, codes) << name;
   };
-  Options noisy, quads;
+  Options noisy, quads, half;
   noisy.drift.noise = 0.02f;
   quads.residual = Residual::kChannels;
+  half.residual = Residual::kDense;
+  half.residual_sites = {Site::kW13In, Site::kW2In};
+  half.residual_alpha = 0.5f;
   Agreement mx = small_agreement(Guidance::kFullForced);
   mx.contract = contracts::preset("mx-rceil", mx.model.num_layers);
   run("bf16", small_bf16(), {}, 0.01, 0.95);
@@ -96,6 +99,8 @@ TEST_P(EngineBesideCpu, ScoresAndCodesAreNearlyThoseOfTheCpu) {
   run("w4a4", small_agreement(Guidance::kFullForced), {}, 0.03, 0.95);
   run("w4a4, noise", small_agreement(Guidance::kFullForced), noisy, 0.03, 0.95);
   run("quads", small_agreement(Guidance::kFullForced), quads, 0.03, 0.95);
+  run("of", small_agreement(Guidance::kFullForced), half, 0.03, 0.95);
+  run("mxfp4, of", mx, half, 0.03, 0.95);
 }
 
 /// Decoding is given to the device again and again, and that changes no bit: not of a pass that was

@@ -245,7 +245,9 @@ PackedView<const std::uint8_t> ForwardExperts::residual(Layer layer, Site site,
                                                         const SiteInput& input) {
   const auto out = residual_.view(input.x.shape[0], input.x.shape[1], input.rule);
   if (input.rule.is_mx()) {
-    kernels::residual_of(input.x, input.rule, input.codes, out);
+    const auto rest =
+        at_->on_cuda() ? rest_.view(input.x.shape[0], input.x.shape[1]) : TensorView<float, 2>{};
+    kernels::residual_of(input.x, input.rule, input.codes, out, rest, at_->stream);
     return out;
   }
   kernels::ResidualArgs args = {.x = input.x, .q = input.codes, .out = out};
@@ -334,9 +336,7 @@ void ForwardExperts::mx_sum(const SiteInput& site, kernels::MxProductArgs args) 
   args.a = site.residual;
   args.out = rest_.view(y.shape[0], y.shape[1]);
   kernels::mx_product(args, at_->stream);
-  for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
-    y.data[i] += options_.residual_alpha * args.out.data[i];
-  }
+  kernels::add_product(args.out, options_.residual_alpha, y, at_->stream);
 }
 
 /// The declared drift of an exact product: two sums, each rounded to BF16.

@@ -81,21 +81,23 @@ struct OwnCodes {
   PackedView<std::uint8_t> view;
 };
 
+/// Of a second pass that is added. NVFP4's residual is quantized minus true: it is taken away.
+float Sites::residual_factor(const Quantizer& rule) const {
+  return rule.is_mx() ? qat_.residual_alpha : -qat_.residual_alpha;
+}
+
 /// x in place: Q(x) + alpha Q(x - Q(x)), the rollout's two operands in one.
 void Sites::compensate(Place place, TensorView<Bf16, 2> x) const {
   const auto [rows, cols] = x.shape;
   const Quantizer& rule = agreement_.rule(place.site);
   const OwnCodes main(rows, cols, rule), rest(rows, cols, rule);
   kernels::quantize({.x = x, .rule = rule, .out = main.view});
-  // NVFP4's residual is quantized minus true: it is taken away.
-  float alpha = qat_.residual_alpha;
   if (rule.is_mx()) {
     kernels::residual_of(x, rule, main.view, rest.view);
   } else {
     kernels::residual({.x = x, .q = main.view, .per_mille = 1000, .out = rest.view});
-    alpha = -alpha;
   }
-  kernels::add_residual(main.view, rest.view, rule, alpha, x);
+  kernels::add_residual(main.view, rest.view, rule, residual_factor(rule), x);
 }
 
 /// Rows that no record covers are rounded at their own scale.

@@ -98,6 +98,7 @@ class Sites {
   void round_here(Place place, TensorView<Bf16, 2> x) const;
   void round_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
   bool compensates(Place place) const;
+  float residual_factor(const Quantizer& rule) const;
   void compensate(Place place, TensorView<Bf16, 2> x) const;
   void count(Site site, std::span<const std::int64_t> counts, std::int64_t cols) const;
   void show(Place place, const at::Tensor& x) const;
@@ -115,6 +116,7 @@ class Sites {
   struct There;
   void read_ahead_there(const at::Device& device);
   void settle_there() const;
+  void compensate_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
   void audit_unrounded(Place place, const at::Tensor& x) const;
   void audit_there(Place place, std::int64_t cols, const There& records, const at::Tensor& before,
                    const at::Tensor& after) const;

@@ -17,6 +17,8 @@
 
 #include "kernels/exact/audit.h"
 #include "kernels/exact/guide.h"
+#include "kernels/exact/quantize.h"
+#include "kernels/exact/residual.h"
 #include "ops/cuda.h"
 #include "ops/device.h"
 #include "train/read_ahead.h"
@@ -242,6 +244,40 @@ Tensor Sites::audited_there(const Tensor& x) const {
   return x.view({pack_.rows(), -1}).index_select(0, index).to(at::kBFloat16);
 }
 
+/// compensate() of `from` into `to`.
+void Sites::compensate_there(Place place, TensorView<const Bf16, 2> from,
+                             TensorView<Bf16, 2> to) const {
+  const auto [rows, cols] = from.shape;
+  const Device device = from.device;
+  const Quantizer& rule = agreement_.rule(place.site);
+  const auto options = at::TensorOptions(ops::torch_device(device));
+  std::vector<Tensor> owned;  // go back to torch when all is given
+  const auto packed = [&] {
+    const auto bytes = [&](std::int64_t width) {
+      owned.push_back(at::empty({rows, width}, options.dtype(at::kByte)));
+      return TensorView<std::uint8_t, 2>{
+          owned.back().data_ptr<std::uint8_t>(), {rows, width}, {width, 1}, device};
+    };
+    PackedView<std::uint8_t> view{.codes = bytes(rule.code_bytes(cols)),
+                                  .scales = bytes(rule.scale_cols(cols)),
+                                  .global = {}};
+    owned.push_back(at::empty({rows}, options.dtype(at::kFloat)));
+    view.global = {owned.back().data_ptr<float>(), {rows}, {1}, device};
+    return view;
+  };
+  const PackedView<std::uint8_t> main = packed(), rest = packed();
+  const Stream stream = ops::stream_on(device);
+  kernels::quantize({.x = from, .rule = rule, .out = main}, stream);
+  if (rule.is_mx()) {
+    owned.push_back(at::empty({rows, cols}, options.dtype(at::kFloat)));
+    kernels::residual_of(from, rule, main, rest,
+                         {owned.back().data_ptr<float>(), {rows, cols}, {cols, 1}, device}, stream);
+  } else {
+    kernels::residual({.x = from, .q = main, .per_mille = 1000, .out = rest}, stream);
+  }
+  kernels::add_residual(main, rest, rule, residual_factor(rule), to, stream);
+}
+
 void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const {
   const at::Device device = ops::torch_device(to.device);
   const auto numbers = at::TensorOptions(device).dtype(at::kBFloat16);
@@ -253,6 +289,11 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
   if (follows(place) || audits(place)) records = there(place, device);
   Tensor before;
   if (audits(place)) before = rows_at(from.data);
+  if (compensates(place)) {
+    compensate_there(place, from, to);
+    if (before.defined()) audit_there(place, to.shape[1], records, before, rows_at(to.data));
+    return;
+  }
 
   kernels::GuideArgs args = {.x = from, .rule = agreement_.rule(place.site), .out = to};
   args.exponent = exponent(place);

@@ -262,9 +262,6 @@ void require_runs(const Qat& qat, Device device) {
   if (!on_cpu && qat.real_product) {
     throw Error("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\"");
   }
-  if (!on_cpu && qat.residual_alpha != 0.0f) {
-    throw Error("a residual in the trainer is computed on the CPU only; set device = \"cpu\"");
-  }
   ops::prepare_torch(device);
 }
 

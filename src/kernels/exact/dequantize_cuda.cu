@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "device/cuda/check.h"
+#include "kernels/exact/code_value_cuda.h"
 #include "kernels/exact/dequantize_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
 
@@ -11,14 +12,7 @@ namespace {
 constexpr unsigned int kThreads = 256;
 
 struct Params {
-  Quantizer rule;
-  const std::uint8_t* codes = nullptr;
-  std::int64_t codes_stride = 0;
-  const std::uint8_t* scales = nullptr;
-  std::int64_t scales_stride = 0;
-  const float* global = nullptr;
-  std::int64_t global_stride = 0;
-  float whole = 1.0f;  // where there is no view
+  CodeSource from;
   Bf16* bf16 = nullptr;
   std::int64_t bf16_stride = 0;
   float* f32 = nullptr;
@@ -26,17 +20,6 @@ struct Params {
   std::uint32_t rows = 0;
   std::uint32_t cols = 0;
 };
-
-/// What the codes of a block are multiplied by; NaN where no quantizer wrote its scale.
-__device__ inline float factor_of(const Params& p, std::uint32_t row, std::uint32_t block) {
-  const float whole = p.global == nullptr ? p.whole : p.global[row * p.global_stride];
-  if (p.rule.scale == ScaleFormat::kNone) return decode_factor(p.rule, 0, whole);
-  const std::uint32_t band =
-      p.rule.block_rows == 1 ? row : row / static_cast<std::uint32_t>(p.rule.block_rows);
-  const std::uint8_t byte = p.scales[band * p.scales_stride + block];
-  if (byte > most_scale_byte(p.rule)) return float_of(0x7FC00000u);
-  return decode_factor(p.rule, byte, whole);
-}
 
 /// The four pairs of eight codes as FP16, the even element low.
 ///
@@ -73,10 +56,11 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   const std::uint32_t eight = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= p.rows || eight * 8 >= p.cols) return;
   const std::uint32_t word =
-      *reinterpret_cast<const std::uint32_t*>(p.codes + row * p.codes_stride + eight * 4);
-  const std::uint32_t block =
-      p.rule.block == 16 ? eight / 2 : eight * 8 / static_cast<std::uint32_t>(p.rule.block);
-  const float factor = factor_of(p, row, block);
+      *reinterpret_cast<const std::uint32_t*>(p.from.codes + row * p.from.codes_stride + eight * 4);
+  const std::uint32_t block = p.from.rule.block == 16
+                                  ? eight / 2
+                                  : eight * 8 / static_cast<std::uint32_t>(p.from.rule.block);
+  const float factor = factor_of(p.from, row, block);
   const std::uint32_t even = word & 0x0F0F0F0Fu;
   const std::uint32_t odd = word >> 4 & 0x0F0F0F0Fu;
   const std::uint32_t selects[4] = {0x4000, 0x5010, 0x6020, 0x7030};  // bytes 1 and 3 count
@@ -104,13 +88,9 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
   const std::uint32_t col = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= p.rows || col >= p.cols) return;
-  const float factor = factor_of(p, row, col / static_cast<std::uint32_t>(p.rule.block));
-  const std::uint8_t* codes = p.codes + row * p.codes_stride;
-  const float value = p.rule.is_wide() ? to_float(static_cast<E4m3>(codes[col]))
-                                       : to_float(static_cast<E2m1>(static_cast<std::uint8_t>(
-                                             codes[col / 2] >> (col % 2 * 4) & 15)));
-  if (p.bf16 != nullptr) p.bf16[row * p.bf16_stride + col] = to_bf16(value * factor);
-  if (p.f32 != nullptr) p.f32[row * p.f32_stride + col] = value * factor;
+  const float value = value_at(p.from, row, col);
+  if (p.bf16 != nullptr) p.bf16[row * p.bf16_stride + col] = to_bf16(value);
+  if (p.f32 != nullptr) p.f32[row * p.f32_stride + col] = value;
 }
 
 template <typename T>
@@ -132,22 +112,13 @@ Launch launch_for(std::uint32_t rows, std::uint32_t wide) {
 }
 
 Params params_of(const DequantizeArgs& args) {
-  const auto& codes = args.codes;
-  Params p;
-  p.rule = args.rule;
-  p.codes = codes.codes.data;
-  p.codes_stride = codes.codes.stride[0];
-  p.scales = codes.scales.data;
-  p.scales_stride = codes.scales.stride[0];
-  p.global = codes.global.data;
-  p.global_stride = codes.global.shape[0] == 1 ? 0 : codes.global.stride[0];
-  p.whole = power_of_two(args.exponent);
+  Params p{.from = code_source(args.codes, args.rule, args.exponent)};
   p.bf16 = args.bf16.data;
   p.bf16_stride = args.bf16.stride[0];
   p.f32 = args.f32.data;
   p.f32_stride = args.f32.stride[0];
-  p.rows = static_cast<std::uint32_t>(codes.codes.shape[0]);
-  p.cols = static_cast<std::uint32_t>(args.rule.columns(codes.codes.shape[1]));
+  p.rows = static_cast<std::uint32_t>(args.codes.codes.shape[0]);
+  p.cols = static_cast<std::uint32_t>(args.rule.columns(args.codes.codes.shape[1]));
   return p;
 }
 
@@ -158,7 +129,7 @@ void dequantize_cuda(const DequantizeArgs& args, Stream stream) {
   const Params p = params_of(args);
   if (p.rows == 0 || p.cols == 0 || (p.bf16 == nullptr && p.f32 == nullptr)) return;
   const cudaStream_t order = cuda::stream_of(stream);
-  if (p.rule.is_wide() || !aligned(p.codes, p.codes_stride, 4) ||
+  if (p.from.rule.is_wide() || !aligned(p.from.codes, p.from.codes_stride, 4) ||
       !aligned(p.bf16, p.bf16_stride, 16) || !aligned(p.f32, p.f32_stride, 16)) {
     const Launch launch = launch_for(p.rows, p.cols);
     dequantize_general_kernel<<<launch.grid, launch.threads, 0, order>>>(p);

@@ -302,41 +302,62 @@ std::vector<float> values_of(const PackedView<const std::uint8_t>& codes, const 
   return values;
 }
 
-bool on_cpu(Device device) { return device.kind == Device::Kind::kCpu; }
-
-bool on_cpu(const PackedView<const std::uint8_t>& packed) {
-  return on_cpu(packed.codes.device) && on_cpu(packed.scales.device) &&
-         on_cpu(packed.global.device) && on_cpu(packed.mantissas.device);
+bool all_on(Device device, const PackedView<const std::uint8_t>& packed) {
+  const auto lies = [&](const auto& view) { return view.shape[0] == 0 || view.device == device; };
+  return lies(packed.codes) && lies(packed.scales) && lies(packed.global) && lies(packed.mantissas);
 }
 
-/// At the door of what has no CUDA kernel.
-void require_on_cpu(const char* op, bool holds) {
-  require(holds,
-          {op, ": every view must be on the CPU, it has no CUDA kernel; set device = \"cpu\""});
+/// At the door of the dense second pass.
+void require_together(const char* op, const Quantizer& rule, Device device, bool holds) {
+  require(holds, {op, ": every view must be on one device"});
+  require(device.kind == Device::Kind::kCpu || rule.macro_block == 0,
+          {op, ": macro blocks are made on the CPU only; set device = \"cpu\""});
+  require(device.kind == Device::Kind::kCpu || build::has_cuda,
+          {op, ": views are on a CUDA device, and this build has no CUDA backend"});
 }
 
 }  // namespace
 
 void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
-                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out) {
-  require_on_cpu("residual_of", on_cpu(x.device) && on_cpu(q) && on_cpu(out));
+                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out,
+                 TensorView<float, 2> rest, Stream stream) {
   const auto [rows, cols] = x.shape;
-  std::vector<float> rest = values_of(q, rule, rows, cols);
+  const bool here = x.device.kind == Device::Kind::kCpu;
+  require_together(
+      "residual_of", rule, x.device,
+      all_on(x.device, q) && all_on(x.device, out) && (here || rest.device == x.device));
+  if constexpr (build::has_cuda) {
+    if (!here) {
+      require(rest.shape == x.shape, {"residual_of: rest is [", rest.shape[0], ", ", rest.shape[1],
+                                      "], x [", rows, ", ", cols, "]"});
+      if (rows == 0 || cols == 0) return;
+      residual_rest_cuda(x, rule, q, rest, stream);
+      return quantize({.x_f32 = rest, .rule = rule, .out = out}, stream);
+    }
+  }
+  std::vector<float> lost = values_of(q, rule, rows, cols);
   for (std::int64_t r = 0; r < rows; ++r) {
     const Bf16* row = x.data + r * x.stride[0];
     for (std::int64_t c = 0; c < cols; ++c) {
-      float& value = rest[static_cast<std::size_t>(r * cols + c)];
+      float& value = lost[static_cast<std::size_t>(r * cols + c)];
       value = to_float(row[c]) - value;
     }
   }
-  quantize({.x_f32 = {rest.data(), {rows, cols}, {cols, 1}}, .rule = rule, .out = out});
+  quantize({.x_f32 = {lost.data(), {rows, cols}, {cols, 1}}, .rule = rule, .out = out});
 }
 
 void add_residual(const PackedView<const std::uint8_t>& q,
                   const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
-                  TensorView<Bf16, 2> out) {
-  require_on_cpu("add_residual", on_cpu(q) && on_cpu(rest) && on_cpu(out.device));
+                  TensorView<Bf16, 2> out, Stream stream) {
+  require_together("add_residual", rule, out.device,
+                   all_on(out.device, q) && all_on(out.device, rest));
   const auto [rows, cols] = out.shape;
+  if constexpr (build::has_cuda) {
+    if (out.device.kind != Device::Kind::kCpu) {
+      if (rows == 0 || cols == 0) return;
+      return add_residual_cuda(q, rest, rule, alpha, out, stream);
+    }
+  }
   const std::vector<float> main = values_of(q, rule, rows, cols);
   const std::vector<float> second = values_of(rest, rule, rows, cols);
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -346,6 +367,20 @@ void add_residual(const PackedView<const std::uint8_t>& q,
       row[c] = to_bf16(main[at] + alpha * second[at]);
     }
   }
+}
+
+void add_product(TensorView<const float, 2> x, float alpha, TensorView<float, 2> y, Stream stream) {
+  const std::int64_t cols = y.shape[1];
+  require(x.shape == y.shape && x.stride[0] == cols && y.stride[0] == cols,
+          {"add_product: x is [", x.shape[0], ", ", x.shape[1], "], y [", y.shape[0], ", ", cols,
+           "], both without gaps"});
+  require(x.device == y.device, {"add_product: x and y must be on one device"});
+  if constexpr (build::has_cuda) {
+    if (y.device.kind != Device::Kind::kCpu) return add_product_cuda(x, alpha, y, stream);
+  }
+  require(y.device.kind == Device::Kind::kCpu,
+          {"add_product: x is on a CUDA device, and this build has no CUDA backend"});
+  for (std::int64_t i = 0; i < y.shape[0] * cols; ++i) y.data[i] += alpha * x.data[i];
 }
 
 std::vector<float> residual_scores(const ResidualArgs& args) {

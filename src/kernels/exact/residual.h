@@ -53,14 +53,21 @@ void residual_on(const ResidualArgs& args, Isa isa);
 
 /// The dense second pass under another rule than NVFP4's, MXFP4 in macro blocks or not: codes of
 /// x - Q(x), true minus quantized, which `rule` quantizes as it did x; `q` holds Q(x). Their values
-/// are added, alpha times. On a CPU; throws Error where a view lies elsewhere.
+/// are added, alpha times. `rest` [rows, cols] is room that a CUDA device needs, where macro blocks
+/// are refused. Bit-exact.
 void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
-                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out);
+                 const PackedView<const std::uint8_t>& q, const PackedView<std::uint8_t>& out,
+                 TensorView<float, 2> rest = {}, Stream stream = {});
 
-/// out = Q(x) + alpha * Q(x - Q(x)) of such codes, in FP32, rounded to BF16. On a CPU, as above.
+/// out = Q(x) + alpha * Q(x - Q(x)) of such codes, in FP32, rounded to BF16. Devices as above.
 void add_residual(const PackedView<const std::uint8_t>& q,
                   const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
-                  TensorView<Bf16, 2> out);
+                  TensorView<Bf16, 2> out, Stream stream = {});
+
+/// y += alpha * x, an FP32 product and an FP32 sum: the second pass's product to the first's. Rows
+/// follow each other. Bit-exact.
+void add_product(TensorView<const float, 2> x, float alpha, TensorView<float, 2> y,
+                 Stream stream = {});
 
 /// Numbers of its workspace.
 std::int64_t residual_workspace(const ResidualArgs& args);

@@ -1,6 +1,7 @@
 // residual() on every device against its definition: every pattern and choice, byte for byte.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -129,12 +130,12 @@ void expect_the_definition(const Case& c, Device device) {
 
 TEST_P(ResidualDevice, EveryPatternAndChoiceIsTheDefinition) {
   for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{23, 144},
-                                  {1, 16},
-                                  {9, 160},
-                                  {70, 128},
-                                  {33, 2048},
-                                  {5, 4112},
-                                  {256, 768}}) {
+                                   {1, 16},
+                                   {9, 160},
+                                   {70, 128},
+                                   {33, 2048},
+                                   {5, 4112},
+                                   {256, 768}}) {
     expect_the_definition(make_case(rows, cols, 0, cols), GetParam());
   }
 }
@@ -150,6 +151,65 @@ TEST_P(ResidualDevice, AnyStrideAndRowsThatAreNotFinite) {
                                                    : std::numeric_limits<float>::infinity());
   }
   expect_the_definition(c, GetParam());
+}
+
+/// The dense second pass of an MXFP4 matrix and both sums with it, and NVFP4's.
+TEST_P(ResidualDevice, TheDensePassAndItsSumsAreTheDefinition) {
+  const Device device = GetParam();
+  const Quantizer mx = {.element = Element::kE2m1,
+                        .block = 32,
+                        .scale = ScaleFormat::kE8m0,
+                        .scale_rule = ScaleRule::kMxRceil};
+  for (const Quantizer& rule : {mx, kRule}) {
+    for (const auto& [rows, cols, stride] :
+         {std::array<std::int64_t, 3>{1, 32, 32}, {37, 96, 96}, {64, 2048, 2048}, {5, 768, 800}}) {
+      const Case c = make_case(rows, cols, 0, stride);
+      const auto outcome = [&](Device on) {
+        const auto n = static_cast<std::int64_t>(rows);
+        const Buffer x = to_device(c.x, on);
+        const TensorView<const Bf16, 2> view = {x.as<const Bf16>(), {rows, cols}, {stride, 1}, on};
+        std::vector<Buffer> owned;
+        const auto packed = [&] {
+          const auto bytes = [&](std::int64_t width) {
+            owned.emplace_back(on, n * width);
+            return TensorView<std::uint8_t, 2>{
+                owned.back().as<std::uint8_t>(), {n, width}, {width, 1}, on};
+          };
+          PackedView<std::uint8_t> p{
+              bytes(rule.code_bytes(cols)), bytes(rule.scale_cols(cols)), {}};
+          owned.emplace_back(on, n * 4);
+          p.global = {owned.back().as<float>(), {n}, {1}, on};
+          return p;
+        };
+        const PackedView<std::uint8_t> q = packed(), rest = packed();
+        const Buffer room(on, n * cols * 4), sum(on, n * cols * 2);
+        const TensorView<float, 2> lost = {room.as<float>(), {n, cols}, {cols, 1}, on};
+        quantize({.x = view, .rule = rule, .out = q});
+        if (rule.is_mx()) {
+          residual_of(view, rule, q, rest, lost);
+        } else {
+          residual({.x = view, .q = q, .per_mille = 1000, .out = rest});
+        }
+        add_residual(q, rest, rule, -0.5f, {sum.as<Bf16>(), {n, cols}, {cols, 1}, on});
+        std::vector<std::uint8_t> seen;
+        const Buffer a =
+            to_device(std::vector<float>(static_cast<std::size_t>(n * cols), 0.3f), on);
+        Buffer b = to_device(std::vector<float>(static_cast<std::size_t>(n * cols), 1e7f), on);
+        add_product({a.as<float>(), {n, cols}, {cols, 1}, on}, 0.7f,
+                    {b.as<float>(), {n, cols}, {cols, 1}, on});
+        synchronize(on);
+        owned.push_back(std::move(b));
+        for (const Buffer& buffer : owned) {
+          const auto more = to_host<std::uint8_t>(buffer);
+          seen.insert(seen.end(), more.begin(), more.end());
+        }
+        const auto more = to_host<std::uint8_t>(sum);
+        seen.insert(seen.end(), more.begin(), more.end());
+        return seen;
+      };
+      EXPECT_TRUE(outcome(device) == outcome({})) << rows << " x " << cols << " " << rule.is_mx();
+    }
+  }
 }
 
 }  // namespace

@@ -32,6 +32,16 @@ ResidualKernel residual_row(Isa isa);
 /// residual() on a CUDA device, of arguments that it has checked; at least one row and column.
 void residual_cuda(const ResidualArgs& args, Stream stream);
 
+/// rest = x - Q(x) in FP32, and the body of add_residual(), of views on a CUDA device.
+void residual_rest_cuda(TensorView<const Bf16, 2> x, const Quantizer& rule,
+                        const PackedView<const std::uint8_t>& q, TensorView<float, 2> rest,
+                        Stream stream);
+void add_residual_cuda(const PackedView<const std::uint8_t>& q,
+                       const PackedView<const std::uint8_t>& rest, const Quantizer& rule,
+                       float alpha, TensorView<Bf16, 2> out, Stream stream);
+void add_product_cuda(TensorView<const float, 2> x, float alpha, TensorView<float, 2> y,
+                      Stream stream);
+
 /// The body of every backend. No branches, so that compilers make vectors of it.
 [[gnu::always_inline]] inline void residual_row_body(const ResidualRow& row) {
   const float inverse = power_of_two(-row.n);
