@@ -10,7 +10,8 @@ namespace {
 bool needs_host(const Wanted& wanted) {
   if (wanted.sequence->kind == Sequence::Kind::kScored) return false;
   const Sampling& sampling = wanted.sequence->trajectory.sampling;
-  return sampling.top_p < 1.0f || sampling.top_k > 0 || sampling.top_logprobs > 0;
+  return (sampling.top_k != 1 && (sampling.top_p < 1.0f || sampling.top_k > 0)) ||
+         sampling.top_logprobs > 0;
 }
 
 /// One row, by the rule.
@@ -53,7 +54,9 @@ void Draws::prepare(std::span<const Wanted> wanted) {
     const bool scored = s.kind == Sequence::Kind::kScored;
     for (std::size_t fork = 0; fork < (scored ? 1 : w.forks()); ++fork) {
       row_.push_back(static_cast<std::int32_t>(i));
-      given_.push_back(scored ? t.tokens[static_cast<std::size_t>(w.position) + 1] : -1);
+      given_.push_back(scored                  ? t.tokens[static_cast<std::size_t>(w.position) + 1]
+                       : t.sampling.top_k == 1 ? kernels::kLikeliest
+                                               : -1);
       temperatures_.push_back(t.sampling.temperature);
       seeds_.push_back(s.seed);
       names_.push_back({static_cast<std::uint64_t>(t.prompt.value),

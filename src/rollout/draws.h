@@ -36,8 +36,9 @@ struct Drawn {
   std::vector<float> top_logp{};
 };
 
-/// On a CUDA device tokens are drawn there; rows that are filtered (top-p, top-k) or leave their
-/// likeliest tokens come to the host, where Distribution has them.
+/// On a CUDA device tokens are drawn there, the likeliest (top_k = 1) too; rows that are filtered
+/// otherwise (top-p, top-k) or leave their likeliest tokens come to the host, where Distribution
+/// has them.
 class Draws {
  public:
   explicit Draws(Workplace& at) : at_(&at), upload_(at), results_(at), workspace_(at) {}

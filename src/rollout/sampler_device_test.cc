@@ -21,7 +21,7 @@ struct Drawn {
 
 /// What the kernel makes of these rows.
 Drawn draw(const std::vector<float>& logits, std::int64_t rows, float temperature,
-           const std::vector<Draw>& draws, bool greedy, const std::vector<std::int32_t>& given) {
+           const std::vector<Draw>& draws, const std::vector<std::int32_t>& given) {
   const Device device = kFirstCuda;
   std::vector<kernels::SampleName> names;
   for (const Draw& d : draws) {
@@ -43,7 +43,6 @@ Drawn draw(const std::vector<float>& logits, std::int64_t rows, float temperatur
                    .seed = draws[0].seed,
                    .names = {name.as<kernels::SampleName>(), n},
                    .given = {token_given.as<std::int32_t>(), given.size()},
-                   .greedy = greedy,
                    .tokens = {tokens.as<std::int32_t>(), n},
                    .logps = {logps.as<float>(), n},
                    .workspace = {workspace.as<>(), static_cast<std::size_t>(workspace.bytes())}},
@@ -81,18 +80,20 @@ TEST_P(SamplerOn, DrawsTheCpusTokensAndLogProbs) {
                        .prompt = PromptId{row / 3 + (std::int64_t{1} << 33)},
                        .sample = static_cast<std::int32_t>(row % 3),
                        .position = static_cast<std::int32_t>(row * 17)});
-      given.push_back(row % 4 == 0 ? static_cast<std::int32_t>(row * 7 % count) : -1);
+      const auto token = static_cast<std::int32_t>(row * 7 % count);
+      given.push_back(row % 4 == 0 ? token : row % 4 == 1 ? kernels::kLikeliest : -1);
     }
     for (const float temperature : {1.0f, 0.7f}) {
-      for (const bool greedy : {false, true}) {
-        const Drawn got = draw(logits, rows, temperature, draws, greedy,
-                               greedy ? given : std::vector<std::int32_t>{});
+      for (const bool all_drawn : {true, false}) {
+        const Drawn got =
+            draw(logits, rows, temperature, draws, all_drawn ? std::vector<std::int32_t>{} : given);
         for (std::int64_t row = 0; row < rows; ++row) {
           const auto i = static_cast<std::size_t>(row);
           const Distribution cpu({logits.data() + row * count, static_cast<std::size_t>(count)},
                                  temperature);
+          const bool greedy = !all_drawn && given[i] == kernels::kLikeliest;
           Choice wanted = cpu.sample({.top_k = greedy ? 1 : 0}, draws[i]);
-          if (greedy && given[i] >= 0) wanted = {given[i], cpu.logp(given[i])};
+          if (!all_drawn && given[i] >= 0) wanted = {given[i], cpu.logp(given[i])};
           ASSERT_EQ(got.tokens[i], wanted.token) << row << " of " << count;
           ASSERT_FLOAT_EQ(got.logps[i], wanted.logp) << row << " of " << count;
         }
@@ -149,7 +150,7 @@ TEST_P(SamplerOn, TellsOfANan) {
   std::vector<float> logits(2 * 1000, 1.0f);
   logits[1777] = std::nanf("");
   const std::vector<Draw> draws(2, Draw{.seed = 5, .prompt = PromptId{1}});
-  const Drawn got = draw(logits, 2, 1.0f, draws, false, {});
+  const Drawn got = draw(logits, 2, 1.0f, draws, {});
   EXPECT_GE(got.tokens[0], 0);
   EXPECT_EQ(got.tokens[1], -1);
   EXPECT_TRUE(std::isnan(got.logps[1]));

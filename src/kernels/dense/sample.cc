@@ -29,7 +29,7 @@ void sample(const SampleArgs& args, Stream stream) {
   needs("rows", args.rows.size(), true);
   needs("seeds", args.seeds.size(), true);
   needs("temperatures", args.temperatures.size(), false);
-  needs("names", args.names.size(), args.greedy);
+  needs("names", args.names.size(), false);
   needs("given tokens", args.given.size(), true);
   needs("log-probs", args.logps.size(), false);
   const std::int64_t bytes = sample_workspace(draws, vocabulary);

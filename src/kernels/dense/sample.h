@@ -17,6 +17,9 @@ struct SampleName {
   std::uint32_t c = 0;
 };
 
+/// Among given tokens: the likeliest, of equal ones the lowest.
+inline constexpr std::int32_t kLikeliest = -2;
+
 struct SampleArgs {
   TensorView<const float, 2> logits;       // [rows, V]
   std::span<const std::int32_t> rows{};    // [draws] of logits, of each; empty: draw i is of row i
@@ -24,8 +27,7 @@ struct SampleArgs {
   std::uint64_t seed = 0;                  // key of the generator
   std::span<const std::uint64_t> seeds{};  // [draws] instead, where each has its own
   std::span<const SampleName> names{};     // [draws]
-  std::span<const std::int32_t> given{};   // [draws]: the token where it is not negative
-  bool greedy = false;                     // the likeliest token, of equal ones the lowest
+  std::span<const std::int32_t> given{};   // [draws] the token, or kLikeliest; -1: it is drawn
   std::span<std::int32_t> tokens;          // [draws]
   std::span<float> logps;                  // [draws] log softmax(logits / temperature)[token]
   std::span<std::byte> workspace;          // sample_workspace() bytes

@@ -18,7 +18,7 @@ struct Params {
   const float* logits;
   const std::int32_t* rows;  // or null
   const float* temperatures;
-  const SampleName* names;    // or null
+  const SampleName* names;
   const std::int32_t* given;  // or null
   std::int32_t* tokens;
   float* logps;
@@ -29,7 +29,6 @@ struct Params {
   std::int64_t stride;
   std::int32_t count;
   std::int32_t blocks;
-  bool greedy;
 };
 
 /// exp(x) of rollout/softmax.cc: 0 below exp(-87), and not a fused operation in it.
@@ -245,7 +244,7 @@ __global__ void __cluster_dims__(kShares, 1, 1) __launch_bounds__(kThreads)
   const double total = add_up(sums, below, p.blocks, shared);
   const std::int32_t given = p.given == nullptr ? -1 : p.given[row];
   int token = given >= 0 ? given : best;
-  if (given < 0 && !p.greedy) {
+  if (given < 0 && given != kLikeliest) {
     const SampleName name = p.names[row];
     const PhiloxWords words =
         philox(p.seeds == nullptr ? p.seed : p.seeds[row], philox_counter(name.a, name.b, name.c));
@@ -293,7 +292,6 @@ void sample_cuda(const SampleArgs& args, Stream stream) {
   p.seed = args.seed;
   p.stride = args.logits.stride[0];
   p.count = static_cast<std::int32_t>(count);
-  p.greedy = args.greedy;
   const bool few = rows <= 32;
   const auto kernel = few ? sample_kernel<8> : sample_kernel<4>;
   kernel<<<static_cast<unsigned>(rows * (few ? 8 : 4)), kThreads, 0, cuda::stream_of(stream)>>>(p);
