@@ -56,7 +56,8 @@ Device device_named(const std::string& name) {
 DeviceMemory device_memory(Device device) {
   if (!on_cuda(device)) {
     const std::int64_t page = sysconf(_SC_PAGESIZE);
-    return {page * sysconf(_SC_PHYS_PAGES), page * sysconf(_SC_AVPHYS_PAGES)};
+    const std::int64_t free = page * sysconf(_SC_AVPHYS_PAGES);
+    return {page * sysconf(_SC_PHYS_PAGES), free, free};
   }
   if constexpr (build::has_cuda) return cuda::memory(device.index);
   throw_no_backend();
@@ -150,6 +151,12 @@ void trim_pool(Device device) {
   if (!on_cuda(device)) return;
   if constexpr (build::has_cuda) return cuda::trim_pool(device.index);
   throw_no_backend();
+}
+
+bool is_short_of_memory(Device device) {
+  if (!on_cuda(device)) return false;
+  const DeviceMemory memory = device_memory(device);
+  return memory.for_others < memory.total / 8;
 }
 
 }  // namespace lockstep

@@ -18,10 +18,12 @@ std::string why_unusable(Device device);
 /// else the first, or "cuda:1". Throws Error naming what it is instead.
 Device device_named(const std::string& name);
 
-/// Bytes of the device's memory: all, and what a Buffer could still get.
+/// Bytes of the device's memory: all, what a Buffer could still get, and what another library
+/// could, which is less by what the pool keeps.
 struct DeviceMemory {
   std::int64_t total = 0;
   std::int64_t free = 0;
+  std::int64_t for_others = 0;
 };
 
 /// Throws Error where the device is not usable.
@@ -116,7 +118,12 @@ inline constexpr const char* kBeginAgain =
 void synchronize(Device device, Stream stream = {});
 
 /// Gives what the pool holds and no Buffer owns back to the device, for another library to take.
+/// Waits for the device.
 void trim_pool(Device device);
+
+/// Is so little of a CUDA device's memory free for others, less than an eighth, that libraries
+/// which take turns there should not keep what they do not use?
+bool is_short_of_memory(Device device);
 
 /// A tensor on a device from a host's numbers and back, for tests and tools: both wait.
 template <typename T>

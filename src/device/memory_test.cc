@@ -44,6 +44,28 @@ TEST_P(Memory, SaysHowMuchIsThere) {
   EXPECT_GE(memory.total, memory.free);
 }
 
+TEST_P(Memory, APoolGivesBackWhatNobodyOwns) {
+  constexpr std::int64_t kBytes = 256 << 20;
+  const bool cuda = GetParam().kind == Device::Kind::kCuda;
+  trim_pool(GetParam());
+  const std::int64_t before = device_memory(GetParam()).for_others;
+  Buffer kept(GetParam(), 1 << 20);
+  Buffer(GetParam(), kBytes).reset();
+  synchronize(GetParam());
+  const DeviceMemory slack = device_memory(GetParam());
+  if (cuda) {  // it is the pool's, and would be a Buffer's
+    EXPECT_LT(slack.for_others, before - kBytes / 2);
+    EXPECT_GE(slack.free, slack.for_others + kBytes);
+  }
+  fill_bytes(kept.as<void>(), GetParam(), 0x5A, 1 << 20);
+  trim_pool(GetParam());
+  if (cuda) {
+    EXPECT_GT(device_memory(GetParam()).for_others, before - kBytes / 2);
+  }
+  EXPECT_EQ(to_host<std::uint8_t>(kept).back(), 0x5A);
+  EXPECT_FALSE(is_short_of_memory({}));
+}
+
 TEST_P(Memory, PinnedIsThereForBoth) {
   const PinnedBuffer pinned(4096, GetParam());
   const Buffer buffer(GetParam(), 4096);

@@ -1,5 +1,6 @@
 #include "ops/device.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
@@ -46,6 +47,11 @@ void prepare_torch(Device device) {
   context.setAllowBF16ReductionCuBLAS(false);
   Queues unmade = Queues::kUnmade;
   queues.compare_exchange_strong(unmade, Queues::kOfAll);
+}
+
+void empty_cache(Device device) {
+  if (device.kind == Device::Kind::kCpu) return;
+  c10::getDeviceAllocator(at::kCUDA)->emptyCache();
 }
 
 at::Device torch_device(Device device) {

@@ -20,6 +20,9 @@ void prepare_torch(Device device);
 /// prepared before.
 void begin_backward();
 
+/// Gives the memory that torch keeps and no tensor owns back to the device.
+void empty_cache(Device device);
+
 at::Device torch_device(Device device);
 Device house_device(const at::Tensor& x);
 

@@ -104,6 +104,10 @@ class Engine {
   /// response_mask is 1, an empty mask standing for all tokens but the first. Needs an idle engine.
   std::vector<Trajectory> rescore(std::span<const Trajectory> trajectories);
 
+  /// Another stage's turn on the device: what the pool keeps for later goes back where memory is
+  /// short. Weights and cache stay.
+  void rest();
+
   /// What happened since the last call: tokens, passes, preemptions, saturated blocks, seconds.
   Metrics metrics();
 

@@ -143,6 +143,11 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
   return out;
 }
 
+void Engine::rest() {
+  const Device device = impl_->at.device;
+  if (is_short_of_memory(device)) trim_pool(device);
+}
+
 WeightSink& Engine::weights() { return impl_->weights; }
 
 Metrics Engine::metrics() {

@@ -70,6 +70,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   // rollout -> record -> store
   Metrics metrics;
   Sampled sampled = sample(loop, step, metrics);
+  loop.engine.rest();
   metrics.merge(loop.engine.metrics());
   if (loop.arm.sync.noise.start > 0) {
     metrics["rollout/noise_sigma"] =
@@ -104,6 +105,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   metrics["timing_s/update_actor"] = timer.lap();
 
   // -> sync -> rollout; with the old weights go their records
+  loop.trainer.rest();
   metrics.merge(sync_weights(loop, step + 1));
   metrics["timing_s/update_weights"] = timer.lap();
   if (loop.schedule.rescore_every > 0 && (step + 1) % loop.schedule.rescore_every == 0) {

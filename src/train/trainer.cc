@@ -410,6 +410,11 @@ void Trainer::update() {
   t.parameters.refresh(t.stream());
 }
 
+void Trainer::rest() {
+  const Device device = impl_->parameters.device();
+  if (is_short_of_memory(device)) ops::empty_cache(device);
+}
+
 Metrics Trainer::metrics() {
   Impl& t = *impl_;
   Tally tally(t.agreement.model.num_layers);

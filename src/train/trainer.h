@@ -93,6 +93,10 @@ class Trainer {
   /// rate, and what guidance did in all their passes. Collective.
   Metrics metrics();
 
+  /// Another stage's turn on the device: what torch keeps for later goes back where memory is
+  /// short.
+  void rest();
+
   const WeightSource& weights() const;  // masters, FP32
   WeightSink& initial_weights();
 

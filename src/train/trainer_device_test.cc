@@ -124,6 +124,7 @@ TEST_P(TrainerOnDevice, CompensatesAsTheCpu) {
   without.residual_alpha = 0.0f;
   for (const char* preset : {"lockstep", "mx-rceil"}) {
     Agreement agreement = guided(Guidance::kOwnScale);
+    agreement.model.expert_width = 32;  // a block of MXFP4
     agreement.contract = contracts::preset(preset, agreement.model.num_layers);
     agreement.contract.k = agreement.contract.v = {};
     agreement.guide = {};
@@ -149,6 +150,17 @@ TEST_P(TrainerOnDevice, TwoRunsLeaveTheSameBits) {
   EXPECT_EQ(a.logp, b.logp);
   for (const auto& [id, g] : a.gradient) EXPECT_TRUE(g.equal(b.gradient.at(id))) << to_string(id);
   EXPECT_EQ(a.metrics, b.metrics);
+}
+
+TEST_P(TrainerOnDevice, WhatTorchKeepsGoesBackAndComesAgain) {
+  const Device device = GetParam();
+  const Agreement agreement = guided(Guidance::kLsb);
+  const Outcome before = outcome(device, agreement, {});
+  { const Tensor large = at::empty({64 << 20}, at::TensorOptions(ops::torch_device(device))); }
+  const std::int64_t kept = device_memory(device).for_others;
+  ops::empty_cache(device);
+  EXPECT_GT(device_memory(device).for_others, kept + (128 << 20));
+  EXPECT_EQ(outcome(device, agreement, {}).logp, before.logp);
 }
 
 TEST_P(TrainerOnDevice, StatesGoFromDeviceToDevice) {

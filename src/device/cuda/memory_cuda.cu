@@ -65,7 +65,8 @@ DeviceMemory memory(std::int8_t index) {
           "cudaMemPoolGetAttribute");
   require(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used),
           "cudaMemPoolGetAttribute");
-  return {static_cast<std::int64_t>(total), static_cast<std::int64_t>(free + reserved - used)};
+  return {static_cast<std::int64_t>(total), static_cast<std::int64_t>(free + reserved - used),
+          static_cast<std::int64_t>(free)};
 }
 
 void* allocate(std::int8_t index, std::int64_t bytes, Stream stream) {
