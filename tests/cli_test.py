@@ -372,8 +372,13 @@ def test_finished_run_stays_as_it_is(tmp_path):
     assert "going on from checkpoints/step_2" in more.stderr and "step 3/3" in more.stderr
     after = (tmp_path / "run/metrics.jsonl").read_text()
     assert after.startswith(before) and len(after.splitlines()) == 3
-    assert "steps = 3\n" in (tmp_path / "run/recipe.toml").read_text()
+    text = (tmp_path / "run/recipe.toml").read_text()
+    assert "steps = 3\n" in text
     refused(train(tmp_path), 1, "schedule.steps: 3 / 2", "more schedule.steps")
+    # The device was chosen when it began, and is the run's.
+    assert 'device = "auto"' not in text and 'device = "c' in text
+    refused(train(tmp_path, "schedule.steps=3", "eval.prompts=0", "device=cuda:5"), 1, "device: ",
+            "cuda:5")
     # A plain Hugging Face directory beside the training state.
     names = {p.name for p in (tmp_path / "run/checkpoints/step_3").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "training_state"} <= names
