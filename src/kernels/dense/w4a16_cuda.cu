@@ -217,9 +217,7 @@ __global__ void __launch_bounds__(kThreads, 3) w4a16_kernel(const __grid_constan
 void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
   const cuda::OnDevice scope(args.w.device.index);
   Params16 p{};
-  p.work = params_of_work(args.w, args.offsets, args.from, args.to, args.out, items);
-  p.work.base_cost = 1;  // all units cost the same here
-  p.work.pair_cost = 0;
+  p.work = params_of_work(kTiles, args.w, args.offsets, args.from, args.to, args.out, items);
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];
   launch_over(w4a16_kernel, static_cast<int>(sizeof(Shared16)), 3, p.work, args.w.device.index,

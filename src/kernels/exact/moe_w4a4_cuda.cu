@@ -1,6 +1,6 @@
 /// The routed experts of a layer: W13, SwiGLU with quantization, W2 and the sum over a token's
 /// slots. Each launch starts beside the one before it; W2's has its weights on their way when
-/// SwiGLU's ends.
+/// SwiGLU's ends, and waits for it before it reads anything that W13 or SwiGLU wrote.
 #include "kernels/exact/moe_w4a4_cuda.h"
 #include "kernels/exact/w4a4_kernel_cuda.h"
 #include "numerics/exp.h"
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
   const std::int64_t slot = blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);
   const int words = p.width / 4;
+  release_successors();  // W2 finds its work, and fetches weights, while W13 ends
   wait_for_predecessors();
-  release_successors();
   float value[kMostWords][4] = {};
   int most = 0;  // bits of a magnitude
 #pragma unroll
@@ -160,7 +160,8 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   swiglu.global_stride = args.w2_in.global.stride[0];
   swiglu.width = args.down.cols;
   swiglu.slots = slots;
-  launch_beside(swiglu_kernel, dim3(static_cast<unsigned>(items)), 0, stream, swiglu);
+  constexpr int kCarveout = carveout_of(kResidents, static_cast<int>(sizeof(Shared<1>)));
+  launch_beside(swiglu_kernel, dim3(static_cast<unsigned>(items)), 0, kCarveout, stream, swiglu);
 
   Params second = params_of({.a = args.w2_in,
                              .w = args.down,
@@ -182,7 +183,8 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   combine.slots = slots;
   combine.columns = args.down.out;
   const auto columns = static_cast<unsigned>((args.down.out + kThreads - 1) / kThreads);
-  launch_beside(combine_kernel, dim3(static_cast<unsigned>(rows), columns), 0, stream, combine);
+  launch_beside(combine_kernel, dim3(static_cast<unsigned>(rows), columns), 0, kCarveout, stream,
+                combine);
 }
 
 }  // namespace lockstep::kernels

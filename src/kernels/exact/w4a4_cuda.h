@@ -56,12 +56,13 @@ __device__ inline void multiply_blocks(std::int32_t (&d)[4], const std::uint32_t
         "r"(c.y), "r"(c.z), "r"(c.w));
 }
 
-/// s8 * 2^9 of the byte whose bits stand from bit 20 on. As a float's exponent and mantissa they
-/// mean s8 * 2^-120, subnormals included.
-__device__ inline std::int32_t raised_units(std::uint32_t bits) {
-  return static_cast<std::int32_t>(__uint_as_float(bits) * 0x1p120f * 0x1p9f);
+/// s8 * 2^9 of a byte whose bits stand from bit 20 on: as a float's exponent and mantissa they mean
+/// s8 * 2^-120, subnormals included, so that the sum has it behind the bits of 1.5 * 2^21.
+__device__ inline std::int32_t scale_units(std::uint32_t bits) {
+  constexpr float kAbove = 0x1.8p21f;
+  return __float_as_int(__fmaf_rn(__uint_as_float(bits & 0x07F00000u), 0x1p127f, kAbove)) -
+         __float_as_int(kAbove);
 }
-__device__ inline std::int32_t scale_units(std::uint32_t byte) { return raised_units(byte << 20); }
 
 /// threadIdx.x, read here: nothing that follows from it is known before.
 __device__ inline int thread_here() {

@@ -15,8 +15,8 @@
 
 namespace lockstep::kernels::w4a4_device {
 
-/// Chunks of a step: fewer where sums need the registers.
-constexpr int step_of(int parts, int pairs) { return parts * pairs <= 2 ? 4 : 2; }
+/// Chunks of a step: fewer where sums and two parts need the registers.
+constexpr int step_of(int parts, int pairs) { return parts == 1 || pairs == 1 ? 4 : 2; }
 
 /// What the loop keeps in registers. They come from shared memory, from places that differ between
 /// lanes: constants that the compiler knows, and what is one for a warp, it would move anew to a
@@ -28,6 +28,8 @@ struct Constants {
   std::uint32_t a_at;                  // where these begin in Shared::a[part][pair of items]
 };
 
+inline constexpr int kCarried = 2;  // tiles of a long row that are worked on at once
+
 template <int kParts>
 struct Shared {
   alignas(16) std::uint8_t a[kParts][kItems][kRowBytes];  // signed bytes of each item
@@ -35,10 +37,9 @@ struct Shared {
   // each item's codes, and the scales.
   alignas(16) int4 start[kParts][kItems / 2][kSegmentBlocks];
   alignas(8) int2 scale[kParts][kItems / 2][kSegmentBlocks];
-  std::int64_t given[kWarps][kItems / 2][32];    // a warp's sums of a tile that another one owns
-  std::int64_t carried[kTiles][kItems / 2][32];  // from one segment to the next
+  std::int64_t given[kWarps][kItems / 2][32];      // a warp's sums of a tile that another one owns
+  std::int64_t carried[kCarried][kItems / 2][32];  // from one segment to the next
   Place found[2];
-  Work work;
   uint2 tables[kBlocksInChunk];
   std::uint32_t mine[kBlocksInChunk][kBlocksInChunk];
   std::int32_t exponent[kItems];
@@ -88,7 +89,7 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, int
         sum = __dp4a(static_cast<int>(bytes.y), 0x01010101, sum);
         sum = __dp4a(static_cast<int>(bytes.z), 0x01010101, sum);
         sum = __dp4a(static_cast<int>(bytes.w), 0x01010101, sum);
-        scale = from.factor * scale_units(byte);
+        scale = from.factor * scale_units(byte << 20);
       }
       *reinterpret_cast<uint4*>(&s.a[part][row][block * 16]) = bytes;
       auto* start = reinterpret_cast<std::int32_t*>(&s.start[part][row / 2][block]);
@@ -105,8 +106,8 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
                                       const uint4& codes, std::uint32_t scales, int at,
                                       const Constants& c) {
   const unsigned t = threadIdx.x % 4;
-  const std::int32_t low_scale = raised_units(scales << 20 & 0x07F00000u);
-  const std::int32_t high_scale = raised_units(scales << 12 & 0x07F00000u);
+  const std::int32_t low_scale = scale_units(scales << 20);
+  const std::int32_t high_scale = scale_units(scales << 12);
   std::uint32_t w[kBlocksInChunk][2];
   const std::uint32_t words[kBlocksInChunk] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
@@ -115,21 +116,37 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
     w[i][0] = raised_codes(c.raised, c.lowered, words[i], flipped);
     w[i][1] = raised_codes(c.raised, c.lowered, words[i] >> 16, flipped >> 16);
   }
+  // All products before any of their sums is wanted: each takes a while.
+  std::int32_t d[kParts][kPairs][4];
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) {
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const std::uint32_t a =
-          *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const std::uint32_t a =
+            *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
+        auto& sum = d[part][pair];
+        if (half == 0) {
+          multiply_blocks(sum, w[0], w[1], a * c.mine[0], a * c.mine[1],
+                          s.start[part][pair][at * kBlocksInChunk + t]);
+        } else {
+          multiply_blocks(sum, w[2], w[3], a * c.mine[2], a * c.mine[3],
+                          int4{sum[0], sum[1], sum[2], sum[3]});
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const auto& sum = d[part][pair];
       const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
-      std::int32_t d[4];
-      multiply_blocks(d, w[0], w[1], a * c.mine[0], a * c.mine[1],
-                      s.start[part][pair][at * kBlocksInChunk + t]);
-      multiply_blocks(d, w[2], w[3], a * c.mine[2], a * c.mine[3], int4{d[0], d[1], d[2], d[3]});
-      acc[pair][0] += std::int64_t{d[0] * low_scale} * scale.x;
-      acc[pair][1] += std::int64_t{d[1] * low_scale} * scale.y;
-      acc[pair][2] += std::int64_t{d[2] * high_scale} * scale.x;
-      acc[pair][3] += std::int64_t{d[3] * high_scale} * scale.y;
+      acc[pair][0] += std::int64_t{sum[0] * low_scale} * scale.x;
+      acc[pair][1] += std::int64_t{sum[1] * low_scale} * scale.y;
+      acc[pair][2] += std::int64_t{sum[2] * high_scale} * scale.x;
+      acc[pair][3] += std::int64_t{sum[3] * high_scale} * scale.y;
     }
   }
 }
@@ -161,7 +178,7 @@ __device__ inline Share share_of_warp(const Params& p, const Run& run, int warp)
 template <int kStep>
 struct Step {
   uint4 codes[kStep];
-  std::uint16_t scales[kStep];
+  std::uint32_t scales[kStep];
 };
 
 /// The weights of a share on their way, step by step.
@@ -182,7 +199,7 @@ struct Stretch {
         "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%5];\n\t"
         "@p ld.global.nc.L1::no_allocate.u16 %4, [%6]; }"
         : "+r"(step.codes[i].x), "+r"(step.codes[i].y), "+r"(step.codes[i].z),
-          "+r"(step.codes[i].w), "+h"(step.scales[i])
+          "+r"(step.codes[i].w), "+r"(step.scales[i])
         : "l"(codes + i * kChunkBytes), "l"(scales + i * kChunkBytes), "r"(ready), "r"(i));
   }
 
@@ -307,32 +324,37 @@ __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Ru
   }
 }
 
-/// Groups first .. end - 1 of a unit's outputs: of a long row, one group and segment at a time.
+/// What is left of the work in its unit: of a long row, two tiles and one segment at a time.
 template <int kParts, int kPairs>
-__device__ void run_unit(const Params& p, Shared<kParts>& s, const Unit& unit, int first, int end,
+__device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, bool beginning,
                          const Constants& constants) {
   constexpr int kStep = step_of(kParts, kPairs);
   const int thread = static_cast<int>(threadIdx.x);
+  const Unit& unit = work.unit;
+  const int first = work.group;
+  const int end = min(first + work.left, p.groups);
   const int segments = (p.chunks + kSegmentChunks - 1) / kSegmentChunks;
-  const int tiles = (p.out_rows + 15) / 16;
-  const int each = segments > 1 ? 1 : end - first;  // groups
+  const int each = segments > 1 ? kCarried : end - first;
   for (int group = first; group < end; group += each) {
     for (int segment = 0; segment < segments; ++segment) {
-      const Run run{group * kTiles, min((group + each) * kTiles, tiles), segment, segments};
+      const Run run{group, min(group + each, end), segment, segments};
       const Share share = share_of_warp<kStep>(p, run, thread / 32);
       Stretch stretch = stretch_of<kStep>(p, unit, run, share, thread % 32);
       Step<kStep> step{};
       for (int i = 0; i < kStep; ++i) stretch.load(step, i);
       stretch.advance<kStep>();
       if (p.starts_early) wait_for_predecessors();
-      if (segment > 0 || group > first) __syncthreads();
-      if (segment == 0 && group == first && thread < unit.count()) {
-        const std::int32_t item = unit.first + thread;
+      if (!beginning) __syncthreads();
+      beginning = false;
+      // Of the last threads, which often have nothing to unpack.
+      const int i = kThreads - 1 - thread;
+      if (segment == 0 && group == first && i < unit.count()) {
+        const std::int32_t item = unit.first + i;
         const std::int64_t from = p.from == nullptr ? item : p.from[item];
         const std::int32_t n_w =
             *reinterpret_cast<const std::int32_t*>(p.weights + unit.expert * p.expert_bytes);
-        s.exponent[thread] = exponent_of(p.global[from * p.global_stride]) + p.base_exponent + n_w;
-        s.to[thread] = p.to == nullptr ? item : p.to[item];
+        s.exponent[i] = exponent_of(p.global[from * p.global_stride]) + p.base_exponent + n_w;
+        s.to[i] = p.to == nullptr ? item : p.to[item];
       }
       unpack(p, s, unit, segment);
       __syncthreads();
@@ -342,7 +364,7 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Unit& unit, i
 }
 
 template <int kParts>
-__global__ void __launch_bounds__(kThreads, residents(kParts))
+__global__ void __launch_bounds__(kThreads, kResidents)
     w4a4_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<Shared<kParts>*>(shared_bytes);
@@ -360,9 +382,8 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
     }
   }
   __syncthreads();
-  if (thread == 0) s.work = work_between(p, s.found[0], s.found[1]);
-  __syncthreads();
-  if (s.work.left == 0) return;
+  Work work = work_between(p, s.found[0], s.found[1]);
+  if (work.left == 0) return;
   Constants constants{};
   constants.a_at =
       threadIdx.x / 4 % 2 * kRowBytes + threadIdx.x % 32 / 8 * 16 + threadIdx.x % 4 * 4;
@@ -372,20 +393,18 @@ __global__ void __launch_bounds__(kThreads, residents(kParts))
   for (int i = 0; i < kBlocksInChunk; ++i) {
     constants.mine[i] = *const_cast<volatile std::uint32_t*>(&s.mine[thread % 32 / 8][i]);
   }
+  bool beginning = true;
   while (true) {
-    const Unit unit = s.work.unit;
-    const int first = s.work.group;
-    const int end = min(first + s.work.left, p.groups);
-    switch ((unit.count() + 1) / 2) {
-      case 1: run_unit<kParts, 1>(p, s, unit, first, end, constants); break;
-      case 2: run_unit<kParts, 2>(p, s, unit, first, end, constants); break;
-      case 3: run_unit<kParts, 3>(p, s, unit, first, end, constants); break;
-      default: run_unit<kParts, 4>(p, s, unit, first, end, constants); break;
+    switch ((work.unit.count() + 1) / 2) {
+      case 1: run_unit<kParts, 1>(p, s, work, beginning, constants); break;
+      case 2: run_unit<kParts, 2>(p, s, work, beginning, constants); break;
+      case 3: run_unit<kParts, 3>(p, s, work, beginning, constants); break;
+      default: run_unit<kParts, 4>(p, s, work, beginning, constants); break;
     }
-    if (s.work.left == end - first) return;
-    __syncthreads();
-    if (thread == 0) s.work.advance(p, end - first);
-    __syncthreads();
+    const int done = p.groups - work.group;
+    if (work.left <= done) return;
+    work.advance(p, done);
+    beginning = false;
   }
 }
 
@@ -396,7 +415,14 @@ inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t f
 
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
-  Params p = params_of_work(args.w, args.offsets, args.from, args.to, args.out, items);
+  Params p = params_of_work(1, args.w, args.offsets, args.from, args.to, args.out, items);
+  p.base_cost = 3;  // seen: a pair more is a third of what a group costs without any
+  p.pair_cost = 1;
+  p.unit_cost = 4 * 36 / p.chunks + 1;  // seen: as long as 36 chunks of a pair
+  if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
+    p.base_cost = 1;  // costs are counted in 32 bits
+    p.pair_cost = p.unit_cost = 0;
+  }
   p.part[0] = part_of(args.a, has_residual ? 4 << args.residual_halvings : 1);
   if (has_residual) p.part[1] = part_of(args.residual, -1);
   p.global = args.a.global.data;
@@ -407,8 +433,8 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
 
 template <int kParts>
 void launch(const Params& params, std::int8_t device, Stream stream) {
-  launch_over<Params>(w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)),
-                      residents(kParts), params, device, stream, params);
+  launch_over<Params>(w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)), kResidents,
+                      params, device, stream, params);
 }
 
 }  // namespace lockstep::kernels::w4a4_device

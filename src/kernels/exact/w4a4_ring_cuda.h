@@ -6,8 +6,9 @@
 
 namespace lockstep::kernels::w4a4_device {
 
-inline constexpr int kSplits = 4;  // warps that share a tile's columns
-static_assert(kWarps == kSplits * kTiles);
+inline constexpr int kSplits = 4;                // warps that share a tile's columns
+inline constexpr int kTiles = kWarps / kSplits;  // of 16 outputs, in a group
+inline constexpr int kGroup = 16 * kTiles;
 inline constexpr int kStages = 2;
 inline constexpr int kStageChunks = 4;
 

@@ -1,8 +1,8 @@
 /// For .cu files alone: how the exact product's kernels share work.
 ///
-/// Work is counted in groups of 32 outputs of a unit, which is up to eight items of one expert.
-/// Every block of threads takes a run of them that costs as much as any other's, in the order of
-/// the weights, so that all of them end together whatever the experts' loads.
+/// Work is counted in groups of 16 or 32 outputs of a unit, which is up to eight items of one
+/// expert. Every block of threads takes a run of them that costs as much as any other's, in the
+/// order of the weights, so that all of them end together whatever the experts' loads.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,15 @@ namespace lockstep::kernels::w4a4_device {
 inline constexpr int kItems = 8;  // of a unit
 inline constexpr int kWarps = 8;
 inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kTiles = 2;  // of 16 outputs, in a group
-inline constexpr int kGroup = 16 * kTiles;
 inline constexpr int kSegment = 2048;  // columns whose activations are unpacked at once
 inline constexpr int kSegmentChunks = kSegment / kChunk;
 inline constexpr int kSegmentBlocks = kSegment / 16;
 // Rows of neighbouring items are 16 banks apart: one load reads two rows, 64 bytes of each.
 inline constexpr int kRowBytes = kSegment + 64;
 
-/// Blocks of threads that a multiprocessor holds at a time.
-constexpr int residents(int parts) { return parts == 1 ? 3 : 2; }
+/// Blocks of threads that a multiprocessor holds at a time: the more registers a thread has, the
+/// less it waits for its own results, which a third block's threads do not make up for.
+inline constexpr int kResidents = 2;
 
 struct Part {
   const std::uint8_t* codes;
@@ -56,6 +55,7 @@ struct Params {
   std::int32_t base_exponent;  // -20, or with a residual -22 and less
   std::int32_t base_cost;      // of a unit's group
   std::int32_t pair_cost;      // what a pair of items adds to it
+  std::int32_t unit_cost;      // of going from one unit to the next
   bool starts_early;           // offsets, from and to are older than the launch before
 
   __device__ std::int32_t offset(std::int32_t expert) const {
@@ -63,6 +63,10 @@ struct Params {
   }
   __host__ __device__ std::int32_t cost(std::int32_t items_left) const {
     return base_cost + ((items_left < kItems ? items_left : kItems) + 1) / 2 * pair_cost;
+  }
+  /// Of all groups of a unit.
+  __device__ std::uint32_t whole_cost(std::int32_t items_left) const {
+    return static_cast<std::uint32_t>(cost(items_left) * groups + unit_cost);
   }
 };
 
@@ -83,10 +87,9 @@ struct Unit {
   }
 };
 
-/// What a block of threads takes: groups of outputs from `group` of unit number `index` on.
+/// What a block of threads takes: groups of outputs from `group` of a unit on.
 struct Work {
   Unit unit;
-  std::int32_t index;
   std::int32_t group;
   std::int32_t left;  // groups; 0: nothing
 
@@ -94,7 +97,6 @@ struct Work {
   __device__ void advance(const Params& p, int done) {
     left -= done;
     group = 0;
-    ++index;
     unit.advance(p);
   }
 };
@@ -104,14 +106,15 @@ struct Work {
 struct Experts {
   std::int32_t first;
   std::int32_t units;         // theirs
-  std::int32_t cost;          // of a group of each of them
   std::int32_t units_before;  // of all experts before
-  std::int32_t cost_before;
+  std::uint32_t cost;
+  std::uint32_t cost_before;
 };
 
-__device__ inline std::int32_t sum_up_to(std::int32_t value, int lane) {
+template <typename T>
+__device__ T sum_up_to(T value, int lane) {
   for (int d = 1; d < 32; d *= 2) {
-    const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, value, d);
+    const T other = __shfl_up_sync(0xFFFFFFFFu, value, d);
     if (lane >= d) value += other;
   }
   return value;
@@ -130,7 +133,8 @@ __device__ inline Experts look_at_experts(const Params& p, int lane) {
       const std::int32_t full = (end - begin) / kItems;
       const std::int32_t rest = (end - begin) % kItems;
       seen.units += full + (rest > 0);
-      seen.cost += full * p.cost(kItems) + (rest > 0 ? p.cost(rest) : 0);
+      seen.cost += static_cast<std::uint32_t>(full) * p.whole_cost(kItems) +
+                   (rest > 0 ? p.whole_cost(rest) : 0u);
       begin = end;
     }
   }
@@ -147,25 +151,21 @@ struct Place {
   std::int32_t before;  // groups before it, of all units
 };
 
-/// The first group of which no part lies before `at`, in cost from the beginning on. All lanes of a
-/// warp call it, `at` below the cost of all.
+/// The first group of which no part lies before `at`, in cost from the beginning on, which is among
+/// what the lane sees.
 __device__ inline Place place_of(const Params& p, const Experts& seen, std::uint32_t at) {
-  const auto groups = static_cast<std::uint32_t>(p.groups);
-  std::uint32_t into = at - static_cast<std::uint32_t>(seen.cost_before) * groups;  // or wraps
-  const bool mine = into < static_cast<std::uint32_t>(seen.cost) * groups;
-  const int owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, mine))) - 1;
-  into = __shfl_sync(0xFFFFFFFFu, into, owner);
+  const std::uint32_t whole = p.whole_cost(kItems);  // a full unit
+  std::uint32_t into = at - seen.cost_before;
   Place place{};
-  place.index = __shfl_sync(0xFFFFFFFFu, seen.units_before, owner);
-  std::int32_t e = __shfl_sync(0xFFFFFFFFu, seen.first, owner);
-  const std::uint32_t whole = static_cast<std::uint32_t>(p.cost(kItems)) * groups;  // a full unit
+  place.index = seen.units_before;
+  std::int32_t e = seen.first;
   std::int32_t begin = p.offset(e);
   std::int32_t end = p.offset(e + 1);
   while (true) {
     const std::int32_t full = (end - begin) / kItems;
     const std::int32_t rest = (end - begin) % kItems;
-    const std::uint32_t all = static_cast<std::uint32_t>(full) * whole +
-                              (rest > 0 ? static_cast<std::uint32_t>(p.cost(rest)) * groups : 0);
+    const std::uint32_t all =
+        static_cast<std::uint32_t>(full) * whole + (rest > 0 ? p.whole_cost(rest) : 0u);
     if (into < all) break;
     into -= all;
     place.index += full + (rest > 0);
@@ -177,7 +177,9 @@ __device__ inline Place place_of(const Params& p, const Experts& seen, std::uint
   const auto cost = static_cast<std::uint32_t>(p.cost(end - first));
   place.unit = {e, first, end};
   place.index += static_cast<std::int32_t>(before);
-  place.group = static_cast<std::int32_t>((into - before * whole + cost - 1) / cost);
+  into -= before * whole;
+  into -= min(into, static_cast<std::uint32_t>(p.unit_cost));
+  place.group = static_cast<std::int32_t>((into + cost - 1) / cost);
   place.before = place.index * p.groups + place.group;
   return place;
 }
@@ -185,25 +187,22 @@ __device__ inline Place place_of(const Params& p, const Experts& seen, std::uint
 /// Where this block's run begins, found[0], and where it ends: two warps find one each.
 __device__ inline void find_work(const Params& p, Place* found, int thread) {
   const Experts seen = look_at_experts(p, thread % 32);
-  const std::uint32_t all =
-      static_cast<std::uint32_t>(__shfl_sync(0xFFFFFFFFu, seen.cost_before + seen.cost, 31)) *
-      static_cast<std::uint32_t>(p.groups);
-  const std::int32_t units = __shfl_sync(0xFFFFFFFFu, seen.units_before + seen.units, 31);
+  const std::uint32_t all = __shfl_sync(0xFFFFFFFFu, seen.cost_before + seen.cost, 31);
   const std::uint32_t each = all / gridDim.x;
   const std::uint32_t more = all % gridDim.x;  // so many runs are longer by one
   const std::uint32_t block = blockIdx.x + static_cast<unsigned>(thread) / 32;
   const std::uint32_t at = each * block + min(block, more);
-  Place place{};
-  place.before = units * p.groups;
-  if (at < all) place = place_of(p, seen, at);
-  if (thread % 32 == 0) found[thread / 32] = place;
+  if (at - seen.cost_before < seen.cost) {  // or wraps
+    found[thread / 32] = place_of(p, seen, at);
+  } else if (at >= all && thread % 32 == 31) {
+    found[thread / 32].before = (seen.units_before + seen.units) * p.groups;
+  }
 }
 
 __device__ inline Work work_between(const Params& p, const Place& first, const Place& end) {
-  Work work{first.unit, first.index, first.group, end.before - first.before};
+  Work work{first.unit, first.group, end.before - first.before};
   if (work.left > 0 && work.group == p.groups) {
     work.group = 0;
-    ++work.index;
     work.unit.advance(p);
   }
   return work;
@@ -224,8 +223,9 @@ inline std::int64_t most_groups(const Params& p) {
   return std::min<std::int64_t>(p.items, units) * p.groups;
 }
 
-/// All but what is multiplied with the weights.
-inline Params params_of_work(const W4a4Weights& w, const TensorView<const std::int32_t, 1>& offsets,
+/// All but what is multiplied with the weights; `tiles` of 16 outputs are a group.
+inline Params params_of_work(int tiles, const W4a4Weights& w,
+                             const TensorView<const std::int32_t, 1>& offsets,
                              const TensorView<const std::int32_t, 1>& from,
                              const TensorView<const std::int32_t, 1>& to,
                              const TensorView<float, 2>& out, std::int64_t items) {
@@ -235,7 +235,7 @@ inline Params params_of_work(const W4a4Weights& w, const TensorView<const std::i
   p.tile_bytes = static_cast<std::int32_t>(W4a4Weights::tile_bytes(w.cols));
   p.experts = w.experts;
   p.out_rows = w.out;
-  p.groups = (w.out + kGroup - 1) / kGroup;
+  p.groups = (w.out + 16 * tiles - 1) / (16 * tiles);
   p.chunks = (w.cols + kChunk - 1) / kChunk;
   p.blocks = w.cols / 16;
   p.offsets = offsets.data;
@@ -244,19 +244,27 @@ inline Params params_of_work(const W4a4Weights& w, const TensorView<const std::i
   p.items = static_cast<std::int32_t>(items);
   p.out = out.data;
   p.out_stride = out.stride[0];
-  p.base_cost = 4;  // seen: a unit of one pair takes five sixths of what one of two does
-  p.pair_cost = 1;
-  if (most_groups(p) > (std::int64_t{1} << 31) / p.cost(kItems)) {  // costs are counted in 32 bits
-    p.base_cost = 1;
-    p.pair_cost = 0;
-  }
+  p.base_cost = 1;
+  p.pair_cost = 0;
+  p.unit_cost = 0;
   return p;
+}
+
+/// How a multiprocessor is to divide its memory between L1 and shared memory, in percent of all
+/// that can be shared. Launches that start beside each other ask for the same: one that ran blocks
+/// of another with less to share would hold fewer of the next one's until it had none at all.
+constexpr int carveout_of(int residents, int shared_bytes) {
+  constexpr int kMost = 228 * 1024, kReserved = 1024;  // of all, and of each block
+  return std::min(100, (residents * (shared_bytes + kReserved) * 100 + kMost - 1) / kMost);
 }
 
 /// A launch of blocks of kThreads that may start beside its predecessor: it waits itself.
 template <typename... Arguments>
-void launch_beside(void (*kernel)(Arguments...), dim3 grid, int shared_bytes, Stream stream,
-                   const Arguments&... arguments) {
+void launch_beside(void (*kernel)(Arguments...), dim3 grid, int shared_bytes, int carveout,
+                   Stream stream, const Arguments&... arguments) {
+  cuda::require(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout),
+      "cudaFuncSetAttribute");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -279,7 +287,8 @@ void launch_over(void (*kernel)(Arguments...), int shared_bytes, int residents, 
       "cudaFuncSetAttribute");
   const std::int64_t blocks =
       std::min(most_groups(work), std::int64_t{cuda::multiprocessors(device)} * residents);
-  launch_beside(kernel, dim3(static_cast<unsigned>(blocks)), shared_bytes, stream, arguments...);
+  launch_beside(kernel, dim3(static_cast<unsigned>(blocks)), shared_bytes,
+                carveout_of(residents, shared_bytes), stream, arguments...);
 }
 
 }  // namespace lockstep::kernels::w4a4_device
