@@ -8,6 +8,9 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
 #include <system_error>
 
 #include "base/text.h"
@@ -97,7 +100,7 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
               done == 0 ? std::string() : ", about " + time_text(each * left) + " left"}));
     try {
       run_shown(cell->recipe, cell->folder, cell->name());
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       // An arm whose loss is no number any more is a finding; the others are still to be seen.
       stopped.push_back(cat({cell->name(), " stopped: ", error.what()}));
       warn(stopped.back());
@@ -107,7 +110,25 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
   return stopped;
 }
 
-/// Several at once, each by this command with --cell, the run's place among all.
+/// Refuses more runs at once on a GPU than there is memory for: each by itself would find room.
+void require_room_for(int runs, const std::vector<const Cell*>& cells) {
+  std::vector<std::int64_t> needs;
+  for (const Cell* cell : cells) {
+    const ModelConfig model =
+        value_or_throw(read_config(recipe::find(cell->recipe.model, "model")));
+    needs.push_back(recipe::budget(cell->recipe, checked_arm(cell->recipe, model), model).device());
+  }
+  const auto most = std::min(std::ssize(needs), std::ptrdiff_t{runs});
+  std::partial_sort(needs.begin(), needs.begin() + most, needs.end(), std::greater<>());
+  const std::int64_t needed = std::accumulate(needs.begin(), needs.begin() + most, std::int64_t{0});
+  const DeviceMemory memory = device_memory(device_named(cells.front()->recipe.device));
+  if (needed <= memory.free) return;
+  throw Error(
+      cat({"--jobs has ", most, " runs on a GPU at once, which take ", recipe::bytes_text(needed),
+           "; ", recipe::bytes_text(memory.free), " are free: give it a smaller number"}));
+}
+
+/// Each by this command with --cell, the run's place among all.
 std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const Cell* first,
                                    const CompareArgs& args, const recipe::Comparison& comparison,
                                    const fs::path& root) {
@@ -125,8 +146,14 @@ std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const 
     }
     jobs.push_back(std::move(job));
   }
-  info(cat({"runs side by side: ", std::min<std::int64_t>(args.jobs, std::ssize(jobs))}));
-  const std::vector<std::string> failed = run_jobs(jobs, args.jobs);
+  const auto at_once = static_cast<int>(std::min(std::ptrdiff_t{args.jobs}, std::ssize(jobs)));
+  if (at_once > 1) info(cat({"runs side by side: ", at_once}));
+  const std::string& device = cells.front()->recipe.device;
+  std::vector<std::string> cards;  // one of a number stays the one
+  if (device == "cuda" && std::getenv("LOCAL_RANK") == nullptr) cards = gpus();
+  const int lanes = std::max(1, static_cast<int>(cards.size()));
+  if (device != "cpu" && at_once > 1) require_room_for((at_once + lanes - 1) / lanes, cells);
+  const std::vector<std::string> failed = run_jobs(jobs, at_once, cards);
   std::vector<std::string> stopped;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
     if (!failed[i].empty()) stopped.push_back(cat({jobs[i].name, " stopped: ", failed[i]}));
@@ -231,9 +258,10 @@ int compare(const CompareArgs& args) {
   for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
   settle_device(runs);
   const std::vector<const Cell*> left = left_of(cells);
-  std::vector<std::string> stopped = args.jobs == 1 || left.size() < 2
-                                         ? run_here(left)
-                                         : run_apart(left, cells.data(), args, comparison, root);
+  // A run that breaks a GPU breaks it for its process alone.
+  const bool apart = !left.empty() && (args.jobs > 1 || left.front()->recipe.device != "cpu");
+  std::vector<std::string> stopped =
+      apart ? run_apart(left, cells.data(), args, comparison, root) : run_here(left);
 
   const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped);
   if (arms.empty()) throw Error("no run has done a step: " + stopped.front());

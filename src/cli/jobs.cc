@@ -26,35 +26,17 @@
 namespace lockstep::cli {
 namespace {
 
-/// The GPUs, as CUDA_VISIBLE_DEVICES names them. They are not asked for: a process that is to start
-/// others that use one begins with nothing of CUDA.
-std::vector<std::string> gpus() {
-  std::vector<std::string> names;
-  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible != nullptr) {
-    const std::string text = visible;
-    for (std::size_t at = 0; at < text.size();) {
-      const std::size_t end = std::min(text.find(',', at), text.size());
-      names.push_back(text.substr(at, end - at));
-      at = end + 1;
-    }
-    return names;
-  }
-  for (int i = 0; std::filesystem::exists(cat({"/dev/nvidia", i})); ++i) {
-    names.push_back(cat({i}));
-  }
-  return names;
-}
-
 std::string why(int error) { return std::generic_category().message(error); }
 
 /// A process, and the lines that come out of it.
 class Running {
  public:
   /// `lane`: which of those that run at once.
-  Running(const Job& job, std::size_t index, int lane, int at_once)
+  Running(const Job& job, std::size_t index, int lane, int at_once,
+          const std::vector<std::string>& cards)
       : index_(index), lane_(lane), name_(job.name) {
     // Made before the fork: between it and exec nothing may be allocated.
-    std::vector<std::string> variables = environment(lane, at_once);
+    std::vector<std::string> variables = environment(lane, at_once, cards);
     std::vector<char*> envp;
     for (std::string& variable : variables) envp.push_back(variable.data());
     envp.push_back(nullptr);
@@ -124,9 +106,9 @@ class Running {
   }
 
  private:
-  static std::vector<std::string> environment(int lane, int at_once) {
+  static std::vector<std::string> environment(int lane, int at_once,
+                                              const std::vector<std::string>& cards) {
     std::vector<std::string> variables;
-    const std::vector<std::string> cards = gpus();
     const bool choose = cards.size() > 1;
     const bool share = std::getenv("LOCKSTEP_THREADS") == nullptr;
     for (char** variable = environ; *variable != nullptr; ++variable) {
@@ -193,24 +175,47 @@ std::unique_ptr<Running> next_ended(Processes& running) {
 
 }  // namespace
 
-std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once) {
+std::vector<std::string> gpus() {
+  std::vector<std::string> names;
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible != nullptr) {
+    const std::string text = visible;
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t end = std::min(text.find(',', at), text.size());
+      names.push_back(text.substr(at, end - at));
+      at = end + 1;
+    }
+    return names;
+  }
+  for (int i = 0; std::filesystem::exists(cat({"/dev/nvidia", i})); ++i) {
+    names.push_back(cat({i}));
+  }
+  return names;
+}
+
+std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once,
+                                  const std::vector<std::string>& cards) {
   at_once = std::clamp(at_once, 1, std::max(1, static_cast<int>(jobs.size())));
   std::vector<std::string> failed(jobs.size());
+  const auto fail = [&](std::size_t job, const std::string& reason) {
+    failed[job] = reason;
+    warn(cat({jobs[job].name, " stopped: ", reason}));
+  };
   std::vector<int> lanes;  // which are free, the first one last
   for (int lane = at_once; lane-- > 0;) lanes.push_back(lane);
   Processes running;
   for (std::size_t next = 0; next < jobs.size() || !running.empty();) {
     if (next < jobs.size() && !lanes.empty()) {
-      running.push_back(std::make_unique<Running>(jobs[next], next, lanes.back(), at_once));
-      lanes.pop_back();
+      try {
+        running.push_back(
+            std::make_unique<Running>(jobs[next], next, lanes.back(), at_once, cards));
+        lanes.pop_back();
+      } catch (const Error& error) {
+        fail(next, error.what());
+      }
       ++next;
-      continue;
-    }
-    if (const auto ended = next_ended(running)) {
+    } else if (const auto ended = next_ended(running)) {
       lanes.push_back(ended->lane());
-      std::string& reason = failed[ended->index()];
-      reason = ended->end();
-      if (!reason.empty()) warn(cat({jobs[ended->index()].name, " stopped: ", reason}));
+      if (const std::string reason = ended->end(); !reason.empty()) fail(ended->index(), reason);
     }
   }
   return failed;

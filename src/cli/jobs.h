@@ -11,10 +11,15 @@ struct Job {
   std::vector<std::string> args;  // behind the program's name
 };
 
+/// The GPUs that processes can be spread over, as CUDA_VISIBLE_DEVICES names them.
+std::vector<std::string> gpus();
+
 /// Runs all of them, at most `at_once` at a time, in order. The machine is shared out: each has its
-/// part of the threads (unless LOCKSTEP_THREADS says how many), and GPUs take turns where there are
-/// several. What they write to stdout is dropped. They end when this process does, however it ends.
-/// Returns for each why it failed, empty where it did not. Throws Error where none can be started.
-std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once);
+/// part of the threads (unless LOCKSTEP_THREADS says how many), and of `cards` one, in turn, where
+/// there are several. What they write to stdout is dropped. They end when this process does,
+/// however it ends. Returns for each why it failed or could not be started, empty where it ended
+/// well.
+std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once,
+                                  const std::vector<std::string>& cards);
 
 }  // namespace lockstep::cli

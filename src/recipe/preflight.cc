@@ -394,7 +394,7 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
 }
 
 void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& b) {
-  const std::int64_t needed = b.rollout_weights + b.cache + b.trainer + b.evaluation;
+  const std::int64_t needed = b.device();
   if (needed <= memory.free) return;
   throw Error(cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
                    bytes_text(memory.total), " free; ", bytes_text(needed),

@@ -28,6 +28,8 @@ struct Budget {
   std::int64_t cache_per_token = 0;
   std::int64_t record_per_token = 0;
   std::int64_t record_per_token_full = 0;  // full codes of every layer
+
+  std::int64_t device() const { return rollout_weights + cache + trainer + evaluation; }
 };
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
