@@ -208,6 +208,31 @@ __device__ bool is_chosen(const float* scores, int units, int own, int count, in
   return before < count;
 }
 
+constexpr int kManyUnits = 256;  // from here on, halving beats comparing every pair
+
+/// The same of thread i's own score, i < units, for a block that has a thread for each: the
+/// `count`-th largest is found bit by bit, for scores are not negative and so ordered as their bits
+/// are. All threads call it; `finds` is shared memory.
+__device__ bool is_chosen_of_many(float score, int units, int count, int (&finds)[32]) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool valid = thread < units;
+  const std::uint32_t key = valid ? float_bits(score) : 0;
+  std::uint32_t least = 0;  // of the chosen
+#pragma unroll 1
+  for (std::uint32_t bit = 1u << 30; bit != 0; bit >>= 1) {
+    if (__syncthreads_count(key >= (least | bit)) >= count) least |= bit;
+  }
+  const int above = __syncthreads_count(key > least);
+  const bool is_least = valid && key == least;
+  const std::uint32_t equals = __ballot_sync(0xFFFFFFFFu, is_least);
+  const int lane = thread % 32;
+  if (lane == 0) finds[thread / 32] = __popc(equals);
+  __syncthreads();
+  int before = above + __popc(equals & ((1u << lane) - 1));
+  for (int warp = 0; warp < thread / 32; ++warp) before += finds[warp];
+  return valid && (key > least || (is_least && before < count));
+}
+
 __host__ __device__ constexpr int count_chosen(std::int32_t per_mille, std::int64_t units) {
   return static_cast<int>((std::int64_t{per_mille} * units + 999) / 1000);
 }
@@ -231,6 +256,12 @@ __device__ bool chooses(const Params& p, std::int64_t row, int group, float scor
     return is_chosen<kLanes>(p.sums, units, own, count_chosen(p.per_mille, units), lane);
   }
   if (p.chosen != nullptr) return p.chosen[g * p.chosen_stride] != 0;
+  if constexpr (kLanes == 1) {
+    if (p.together == 1 && p.units >= kManyUnits) {
+      __shared__ int finds[32];
+      return is_chosen_of_many(score, p.units, count_chosen(p.per_mille, p.units), finds);
+    }
+  }
   if (lane == 0 && group < p.groups) scores[group] = score;
   __syncthreads();
   if (p.together > 1) {

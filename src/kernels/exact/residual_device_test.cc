@@ -135,6 +135,8 @@ TEST_P(ResidualDevice, EveryPatternAndChoiceIsTheDefinition) {
                                    {70, 128},
                                    {33, 2048},
                                    {5, 4112},
+                                   {6, 8208},
+                                   {2, 16384},
                                    {256, 768}}) {
     expect_the_definition(make_case(rows, cols, 0, cols), GetParam());
   }
@@ -142,6 +144,7 @@ TEST_P(ResidualDevice, EveryPatternAndChoiceIsTheDefinition) {
 
 TEST_P(ResidualDevice, TiesGoToTheLowerIndex) {
   expect_the_definition(make_case(40, 512, 3, 512), GetParam());
+  expect_the_definition(make_case(11, 4128, 3, 4128), GetParam());
 }
 
 TEST_P(ResidualDevice, AnyStrideAndRowsThatAreNotFinite) {
