@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", ROOT / "build")).resolve() / "lockstep"
 MODEL = ROOT / "models/tiny-moe"
 SMALL = ["schedule.prompts=2", "schedule.samples=2", "rollout.max_new_tokens=16", "eval.prompts=0",
-         "rl.kl_weight=0.001", "store.on_disk=true"]  # with a KL term every group trains
+         "rl.kl_weight=0.001", "store.on_disk=true",  # with a KL term every group trains
+         "device=cpu"]  # on a GPU a run that is to be killed would have ended
 ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the program is not built")

@@ -13,7 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", ROOT / "build")).resolve() / "lockstep"
 ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+# On a GPU a run that is to be killed would have ended.
 BASE = """defaults = "recipes/demo.toml"
+device = "cpu"
 [schedule]
 steps = 3
 prompts = 4

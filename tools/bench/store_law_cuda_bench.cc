@@ -2,6 +2,7 @@
 /// there.
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -56,24 +57,38 @@ Stored stored(const fs::path& folder, std::size_t sequences) {
   return seen;
 }
 
+/// New, and gone with everything in it.
+struct OwnFolder {
+  explicit OwnFolder(const fs::path& below) {
+    std::string name = (below / "lockstep_store_XXXXXX").string();
+    if (mkdtemp(name.data()) == nullptr) throw Error(below.string() + " takes no folder");
+    path = name;
+  }
+  ~OwnFolder() {
+    std::error_code none;
+    fs::remove_all(path, none);
+  }
+  OwnFolder(const OwnFolder&) = delete;
+  OwnFolder& operator=(const OwnFolder&) = delete;
+  fs::path path;
+};
+
 void law_of_store(cuda::Bench& bench) {
   // Memory, where there is such a folder: a disk has a law of its own.
-  const fs::path base = fs::is_directory("/dev/shm") ? "/dev/shm" : fs::temp_directory_path();
-  const fs::path folder = base / "lockstep_store_law";
+  const OwnFolder folder(fs::is_directory("/dev/shm") ? "/dev/shm" : fs::temp_directory_path());
   cuda::Law time = {.cost = "store, time", .size = "bytes", .slope = 1, .within = 0.1};
   cuda::Law bytes = {.cost = "store, bytes on disk", .size = "bytes", .slope = 1, .within = 0.05};
   double overhead = 0;
   for (const std::size_t sequences : {64, 128, 256, 512}) {
-    Stored best = stored(folder, sequences);
+    Stored best = stored(folder.path / "store", sequences);
     for (int i = 0; i < 2; ++i) {
-      const Stored again = stored(folder, sequences);
+      const Stored again = stored(folder.path / "store", sequences);
       if (again.seconds < best.seconds) best = again;
     }
     time.add(best.record_bytes, best.seconds);
     bytes.add(best.record_bytes, best.disk_bytes);
     overhead = std::max(overhead, best.disk_bytes / best.record_bytes - 1);
   }
-  fs::remove_all(folder);
   bench.judge(time);
   bench.judge(bytes);
   bench.heading(

@@ -55,7 +55,8 @@ class Bench {
   /// The same of several, which take turns; each row but the first tells the median of its ratios
   /// to the first.
   std::vector<double> compare(const std::vector<BenchCase>& cases);
-  /// Prints whether a law of cost holds. Where one does not, bench_main() ends with a failure.
+  /// Prints whether a law of cost holds. Where one does not, bench_main() ends with a
+  /// status of its own.
   void judge(const Law& law);
   int broken_laws() const { return broken_laws_; }
   /// A line between rows.
@@ -85,7 +86,8 @@ struct BenchEntry {
   BenchEntry(const char* name, void (*body)(Bench&));
 };
 
-/// `cuda_bench [--list] [name ...]`: the entries whose names contain one of the words, or all.
+/// `cuda_bench [--list] [name ...]`: the entries whose names contain one of the words, or all. The
+/// status is 1 where something failed, 3 where nothing did and a law of cost does not hold.
 int bench_main(int argc, char** argv);
 
 }  // namespace lockstep::cuda
