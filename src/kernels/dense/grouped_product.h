@@ -23,7 +23,9 @@ struct GroupedProductArgs {
 /// (K / 8 + 1) 2^-23 sum |x w|.
 ///
 /// On a CUDA device offsets and to lie there and are not looked at; K is a multiple of 8, x and w
-/// are aligned to 16 bytes, and so are rows of a turned w. Throws Error naming the argument.
+/// are aligned to 16 bytes, and so are rows of a turned w, of which, where K is no multiple of 64,
+/// the next group's first rows are multiplied by zero: one that is not finite may spoil these sums.
+/// Throws Error naming the argument.
 void grouped_product(const GroupedProductArgs& args, Stream stream = {});
 
 struct GroupedSumsArgs {

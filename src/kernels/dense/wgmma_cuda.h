@@ -82,30 +82,11 @@ __device__ inline void copy_tile(void* shared, const CUtensorMap* map, int k, in
   copy_tile(shared_address(shared), map, k, row, barrier);
 }
 
-/// The same into the blocks of the cluster whose bits are set, at the same place of each.
-__device__ inline void copy_tile_to_all(void* shared, const CUtensorMap* map, int k, int row,
-                                        std::uint64_t* barrier, int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(k), "r"(row), "r"(shared_address(barrier)),
-      "h"(static_cast<std::uint16_t>(blocks))
-      : "memory");
-}
 /// The place of `shared` in another block of the cluster.
 __device__ inline std::uint32_t place_in(int block, std::uint32_t shared) {
   std::uint32_t there = 0;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
   return there;
-}
-__device__ inline void arrive_in(int block, std::uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   place_in(block, shared_address(barrier)))
-               : "memory");
-}
-__device__ inline void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 /// Rows of 128 bytes, eight of them a swizzled kilobyte. Along K a row has 64 numbers of it; across
