@@ -41,8 +41,8 @@ class Scorer {
       store_.emplace(options);
     }
     if (!args.by_trainer) {
-      engine_.emplace(subject.agreement, subject.arm.rollout, subject.device, store_ ? &*store_ : nullptr,
-                      *comm_);
+      engine_.emplace(subject.agreement, subject.arm.rollout, subject.device,
+                      store_ ? &*store_ : nullptr, *comm_);
       load(subject, *engine_);
     }
     if (trainer) {

@@ -20,8 +20,8 @@ struct TraceDump {
   std::map<std::string, std::string> metadata{};
 };
 
-/// Writes positions 0..T-2 of each trajectory in order. Returns how many rows they are. Throws Error
-/// naming the place of a row that the trace does not have.
+/// Writes positions 0..T-2 of each trajectory in order. Returns how many rows they are. Throws
+/// Error naming the place of a row that the trace does not have.
 std::int64_t write_dump(const std::filesystem::path& path, const TraceDump& dump);
 
 }  // namespace lockstep::instruments

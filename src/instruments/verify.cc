@@ -241,8 +241,8 @@ void Verifier::refit(Check& check) {
   Checksums from_checkpoint(engine->weights());
   const Metrics metrics =
       sync::refit(args_.weights, from_checkpoint, agreement_.contract, WeightVersion{0});
-  trainer_ = std::make_unique<train::Trainer>(agreement_, qat_, train::Options{.lr = 0.0}, args_.device,
-                                              *comm_);
+  trainer_ = std::make_unique<train::Trainer>(agreement_, qat_, train::Options{.lr = 0.0},
+                                              args_.device, *comm_);
   WeightSink& masters = trainer_->initial_weights();
   masters.begin(WeightVersion{0}, contracts::bf16().id());
   args_.weights.each([&](const Weight& weight) { masters.put(weight); });

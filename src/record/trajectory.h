@@ -98,8 +98,7 @@ bool audited(std::uint64_t seed, TokenKey key, std::int32_t every);
 
 /// What Span::prefix_hash holds of the tokens before the span: 64-bit FNV-1a over their bytes,
 /// little-endian, four a token. `before` is that of the tokens in front of these.
-std::uint64_t hash_tokens(std::span<const Token> tokens,
-                          std::uint64_t before = 0xcbf29ce484222325);
+std::uint64_t hash_tokens(std::span<const Token> tokens, std::uint64_t before = 0xcbf29ce484222325);
 
 /// The keys of positions 0..T-2.
 std::vector<TokenKey> keys(const Trajectory& trajectory);

@@ -9,7 +9,8 @@
 namespace lockstep::kernels {
 
 /// Two Gaussian numbers from two words, by Box and Muller.
-[[gnu::always_inline]] constexpr void gaussians(std::uint32_t a, std::uint32_t b, float& x, float& y) {
+[[gnu::always_inline]] constexpr void gaussians(std::uint32_t a, std::uint32_t b, float& x,
+                                                float& y) {
   // ln u, u = (a + 1/2) / 2^24 in (0, 1): u = m 2^e with m in [0.7, 1.41), by atanh's series.
   const float u = (static_cast<float>(static_cast<std::int32_t>(a >> 8)) + 0.5f) * 0x1p-24f;
   const std::uint32_t bits = float_bits(u) - 0x3F3504F3u;  // sqrt(1/2)

@@ -12,8 +12,8 @@ struct RouterArgs {
 };
 
 /// Softmax over all experts in FP32 (summed in order of the expert), the K greatest of it, ties to
-/// the lower index. On every device the same bits. Throws Error naming what is wrong. A row that holds a NaN is chosen by rule
-/// too, and its gates are NaN: what reads them says so.
+/// the lower index. On every device the same bits. Throws Error naming what is wrong. A row that
+/// holds a NaN is chosen by rule too, and its gates are NaN: what reads them says so.
 void router(const RouterArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels
