@@ -35,9 +35,8 @@ void prepare_torch(Device device) {
   if (const std::string why = why_unusable(device); !why.empty()) {
     throw Error("device = \"cuda\": " + why);
   }
-  // Products have one order here without CUBLAS_WORKSPACE_CONFIG: torch gives cuBLAS one workspace
-  // and there is one stream. Where it is set torch parses it at every product, for
-  // some 80 us.
+  // Products have one order without CUBLAS_WORKSPACE_CONFIG, for torch gives cuBLAS a workspace and
+  // there is one stream. Where it is set torch parses it at every product, which takes some 80 us.
   if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     throw Error(std::string("device = \"cuda\" needs a torch built for CUDA: ") + dlerror());
   }

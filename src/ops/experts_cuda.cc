@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>

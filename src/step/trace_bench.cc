@@ -50,11 +50,6 @@ std::vector<rollout::Request> requests(std::int64_t step) {
   return all;
 }
 
-double likelihood(std::size_t, std::span<const float> logp, std::span<float> dlogp) {
-  for (float& d : dlogp) d = -1e-4f;
-  return logp.empty() ? 0.0 : -logp[0];
-}
-
 /// Both sides quantize alike; with `traced` the trainer follows the rollout's records and routes.
 class Arm {
  public:
@@ -70,7 +65,7 @@ class Arm {
 
   const char* name() const { return name_; }
   train::Trainer& trainer() { return trainer_; }
-  std::vector<double>& seconds() { return seconds_; }
+  std::vector<double>& times() { return ms_; }
 
   void refit() {
     sync::refit(trainer_.weights(), engine_.weights(), agreement_.contract, {++version_});
@@ -85,7 +80,7 @@ class Arm {
     const TraceSource* records = traced_ ? &store_ : nullptr;
     benchmark::DoNotOptimize(trainer_.logprobs(batch, records));
     const auto scored = Clock::now();
-    trainer_.accumulate(batch, records, likelihood);
+    trainer_.accumulate(batch, records, train::likelihood);
     trainer_.update();
     const auto updated = Clock::now();
     refit();
@@ -97,7 +92,7 @@ class Arm {
                 ms(start, end), ms(start, sampled), ms(sampled, scored), ms(scored, updated),
                 ms(updated, end));
     std::fflush(stdout);
-    seconds_.push_back(ms(start, end));
+    ms_.push_back(ms(start, end));
   }
 
  private:
@@ -108,7 +103,7 @@ class Arm {
   train::Trainer trainer_;
   rollout::Engine engine_;
   std::int64_t version_ = 0;
-  std::vector<double> seconds_;
+  std::vector<double> ms_;
 };
 
 void whole_steps(benchmark::State& state) {
@@ -128,9 +123,7 @@ void whole_steps(benchmark::State& state) {
     if (arm == arms[0]) {
       train::give_random_weights(off.model, sink);
     } else {
-      sink.begin(WeightVersion{0}, ContractId{0});
-      arms[0]->trainer().weights().each([&](const Weight& weight) { sink.put(weight); });
-      sink.commit();
+      train::give_weights(arms[0]->trainer().weights(), sink);
     }
   }
   for (const auto& arm : arms) arm->refit();
@@ -139,18 +132,14 @@ void whole_steps(benchmark::State& state) {
     for (const auto& arm : arms) arm->step(number);
     ++number;
   }
-  const auto median = [](std::vector<double> values) {
-    std::ranges::sort(values);
-    return values[values.size() / 2];
-  };
   for (const auto& arm : arms) {
-    arm->seconds().erase(arm->seconds().begin());  // memory was still being asked for
-    state.counters[arm->name()] = median(arm->seconds());
+    arm->times().erase(arm->times().begin());  // memory was still being asked for
+    state.counters[arm->name()] = train::median(arm->times());
     state.counters[std::string(arm->name()) + "_ratio"] =
-        median(arm->seconds()) / median(arms[0]->seconds());
+        train::median(arm->times()) / train::median(arms[0]->times());
   }
 }
-BENCHMARK(whole_steps)->Iterations(5)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK(whole_steps)->Iterations(4)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 }  // namespace
 }  // namespace lockstep::step

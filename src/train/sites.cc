@@ -12,8 +12,9 @@ namespace lockstep::train {
 using at::Tensor;
 
 namespace {
-constexpr std::int64_t kReadTokens = 512;  // whose records a task reads
-}
+constexpr std::size_t kReadTokens = 512;     // whose records a task reads, at least
+constexpr std::int64_t kDecodeTokens = 512;  // whose experts a task takes out of them, at least
+}  // namespace
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
              Tally* tally, Reveal reveal, OwnRoutes own)
@@ -70,13 +71,22 @@ Sites::Records Sites::read(Place place, Encoding encoding) const {
 /// has a name.
 void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
                       std::uint8_t* present) const {
+  if (pack_.keys.empty()) return;
   const auto width = static_cast<std::size_t>(layout.bytes());
-  const auto count = std::ssize(pack_.keys);
+  // Tasks end where spans do, so that none unpacks what another does too.
+  std::vector<std::size_t> cuts = {0};
+  for (std::size_t i = 1; i < pack_.keys.size(); ++i) {
+    if (pack_.keys[i].span != pack_.keys[i - 1].span && i - cuts.back() >= kReadTokens) {
+      cuts.push_back(i);
+    }
+  }
+  cuts.push_back(pack_.keys.size());
   // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
   const bool same = names_all_rows();
   const std::span<const TokenKey> keys(pack_.keys);
-  parallel_for(count, kReadTokens, [&](std::int64_t first, std::int64_t end) {
-    const auto at = static_cast<std::size_t>(first), n = static_cast<std::size_t>(end - first);
+  parallel_for(std::ssize(cuts) - 1, 1, [&](std::int64_t first, std::int64_t end) {
+    const std::size_t at = cuts[static_cast<std::size_t>(first)];
+    const std::size_t n = cuts[static_cast<std::size_t>(end)] - at;
     std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
     std::uint8_t* const to = same ? bytes + at * width : room.data();
     std::uint8_t* const there = same ? present + at : flags.data();
@@ -139,15 +149,16 @@ Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
   const auto width = static_cast<std::size_t>(records.layout.bytes());
   Choice choice = {std::vector<std::int64_t>(records.present.size() * static_cast<std::size_t>(k)),
                    records.present};
-  parallel_for(std::ssize(choice.present), kReadTokens, [&](std::int64_t first, std::int64_t end) {
-    for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(end); ++t) {
-      if (choice.present[t] != 0 &&
-          !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts,
-                  choice.experts.data() + static_cast<std::ptrdiff_t>(t) * k)) {
-        choice.present[t] = 0;
-      }
-    }
-  });
+  parallel_for(
+      std::ssize(choice.present), kDecodeTokens, [&](std::int64_t first, std::int64_t end) {
+        for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(end); ++t) {
+          if (choice.present[t] != 0 &&
+              !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts,
+                      choice.experts.data() + static_cast<std::ptrdiff_t>(t) * k)) {
+            choice.present[t] = 0;
+          }
+        }
+      });
   return choice;
 }
 

@@ -50,11 +50,6 @@ std::vector<Trajectory> batch_of(const ModelConfig& config, std::size_t tokens,
   return batch;
 }
 
-double likelihood(std::size_t, std::span<const float> logp, std::span<float> dlogp) {
-  for (float& d : dlogp) d = -1e-4f;
-  return logp.empty() ? 0.0 : -logp[0];
-}
-
 void forward_backward(benchmark::State& state) {
   const auto comm = Comm::single();
   Agreement agreement;
@@ -198,10 +193,7 @@ void steps_on_device(benchmark::State& state) {
     if (arm.trainer == arms[0].trainer) {
       give_random_weights(half.model, arm.trainer->initial_weights());
     } else {
-      WeightSink& sink = arm.trainer->initial_weights();
-      sink.begin(WeightVersion{0}, ContractId{0});
-      arms[0].trainer->weights().each([&](const Weight& weight) { sink.put(weight); });
-      sink.commit();
+      give_weights(arms[0].trainer->weights(), arm.trainer->initial_weights());
     }
     tell("weights");
   }
@@ -221,10 +213,6 @@ void steps_on_device(benchmark::State& state) {
       std::fflush(stdout);
     }
   }
-  const auto median = [](std::vector<double> values) {
-    std::ranges::sort(values);
-    return values[values.size() / 2];
-  };
   for (Arm& arm : arms) {
     arm.ms.erase(arm.ms.begin(), arm.ms.begin() + 2);  // memory was still being asked for
     state.counters[arm.name] = median(arm.ms);

@@ -88,6 +88,20 @@ TEST_P(TrainerOnDevice, AgreesWithTheCpuInBf16) {
   }
 }
 
+// Rows and heads that other kernels take than those of the small model.
+TEST_P(TrainerOnDevice, AgreesWithTheCpuInWiderRows) {
+  Agreement agreement = guided(Guidance::kLsb);
+  agreement.model.hidden = 576;
+  agreement.model.head_dim = 64;
+  agreement.model.num_heads = 2;
+  agreement.model.num_kv_heads = 1;
+  const Outcome cpu = outcome({}, agreement, {}), here = outcome(GetParam(), agreement, {});
+  EXPECT_LT(mean_gap(here.logp, cpu.logp), 0.01);
+  for (const auto& [id, g] : cpu.gradient) {
+    EXPECT_LT(relative_error(here.gradient.at(id), g), 0.03) << to_string(id);
+  }
+}
+
 // Numbers of the two differ in the last bit of BF16, some of them cross a boundary of FP4, and few
 // layers of few numbers do not average that out. The measure is how far the CPU is from itself in
 // FP32.

@@ -18,9 +18,10 @@ struct DispatchArgs {
   std::span<std::int32_t> room{};
 };
 
+inline constexpr std::int64_t kDispatchItems = 2048;  // of a block, where there are many
+
 constexpr std::int64_t dispatch_room(std::int64_t items, std::int64_t num_experts) {
-  constexpr std::int64_t kItems = 2048;  // of a block
-  return (items + kItems - 1) / kItems * num_experts;
+  return (items + kDispatchItems - 1) / kDispatchItems * num_experts;
 }
 
 /// Sorts the items, pairs of a row and a slot, by expert, rows in order within each: items

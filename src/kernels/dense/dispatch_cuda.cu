@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 }
 
 constexpr int kPlaceWarps = 8;
-constexpr int kBlockItems = 2048;  // as dispatch_room() has it
+constexpr int kBlockItems = static_cast<int>(kDispatchItems);
 constexpr int kWarpItems = kBlockItems / kPlaceWarps;
 
 /// A block's items of each expert.
