@@ -321,6 +321,14 @@ def test_every_arm_of_the_demo_is_read_before_the_first_runs(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_demo_that_begins_anew_reads_nothing_of_the_folder_it_is_called_from(tmp_path):
+    demo = ["demo", "--arms", "bf16", *SMALL, "schedule.steps=1", "--run", tmp_path / "run"]
+    assert lockstep(*demo, cwd=tmp_path).returncode == 0
+    (tmp_path / "recipe.toml").write_text("no TOML")
+    again = lockstep(*demo, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
 def test_what_was_calibrated_does_not_hinder_going_on(tmp_path):
     static = ["arm=quads", "residual.scope=static", "contract.four_over_six=mse"]
     assert train(tmp_path, *static).returncode == 0

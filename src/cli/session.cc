@@ -110,7 +110,8 @@ void settle_device(std::span<const ComparedRun> runs) {
   recipe::SettledDevice common;
   for (const auto& [recipe, folder] : runs) {
     const std::filesystem::path file = folder / "recipe.toml";
-    if (recipe->device == recipe::kAutoDevice && std::filesystem::exists(file)) {
+    const bool began = !folder.empty() && std::filesystem::exists(file);
+    if (recipe->device == recipe::kAutoDevice && began) {
       recipe::take_settled(value_or_throw(read_text(file)), file.string(), *recipe);
     }
     if (recipe->device == recipe::kAutoDevice) {

@@ -43,7 +43,7 @@ Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model);
 void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& model,
                    bool trains = true);
 void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget);
-/// A run among others, and its folder.
+/// A run among others, and its folder; "" where it begins anew whatever is there.
 struct ComparedRun {
   recipe::Recipe* recipe;
   std::filesystem::path folder;
