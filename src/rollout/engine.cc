@@ -264,7 +264,7 @@ void Engine::Impl::remember(const Sequence& s) {
 }
 
 void Engine::Impl::report(Order order, Trajectory trajectory) {
-  spans.release(trajectory);
+  spans.release(trajectory.prompt, trajectory.sample);
   finished.emplace_back(order, std::move(trajectory));
 }
 

@@ -85,6 +85,55 @@ TEST_P(EngineFailureOn, ARefusedRecordTakesBackItsPassAndNoMore) {
   EXPECT_GT(given_up, 0);
 }
 
+/// Steps to the end and aborts where that fails, and tells of the first failure.
+void step_or_abort(Engine& engine) {
+  try {
+    while (!engine.idle()) engine.step();
+  } catch (const Error&) {
+    try {
+      engine.abort();
+    } catch (const Error&) {  // it too has records to hand over
+    }
+    throw;
+  }
+}
+
+TEST_P(EngineFailureOn, AnEngineIsIdleBehindACallThatFailed) {
+  const std::vector<Request> three = {request(4, 12, 2, 5), request(5, 37, 1, 6),
+                                      request(6, 3, 1, 4)};
+  Options options;
+  options.max_sequences = 2;  // the last waits
+  options.tokens_per_pass = 20;
+  options.reuse_prefixes = false;
+  Rig reference(small_agreement(), options), rig(small_agreement(), options);
+  const std::vector<Trajectory> expected = generate(reference.engine, three);
+  const std::int64_t all = reference.trace.appends;
+  reference.engine.rescore(expected);
+  const std::int64_t scored = reference.trace.appends - all;
+  // The sink refuses one append, or all that comes behind it too.
+  for (std::int64_t at = 1; at <= 2 * all; at += at < all ? 1 : 6) {
+    SCOPED_TRACE(at);
+    const std::int64_t n = (at - 1) % all + 1;
+    const auto fails = [&](const std::function<void()>& call) {
+      rig.trace.refuses_at = rig.trace.appends + n;
+      rig.trace.stays_broken = at <= all;
+      EXPECT_EQ(refusal(call), "the sink refuses these rows");
+      EXPECT_TRUE(rig.engine.idle());
+      EXPECT_TRUE(rig.engine.abort().empty());
+      rig.trace.stays_broken = false;
+      rig.trace.refused.reset();
+    };
+    fails([&] { generate(rig.engine, three); });
+    if (n <= scored && n % 3 == 0) fails([&] { rig.engine.rescore(expected); });
+    for (const Request& r : three) rig.engine.submit(r);
+    if (n % 3 == 1) fails([&] { step_or_abort(rig.engine); });
+    rig.engine.abort();
+    if (n % 3 != 2) continue;
+    expect_same(rig, generate(rig.engine, three), reference, expected);
+  }
+  expect_same(rig, generate(rig.engine, three), reference, expected);
+}
+
 TEST_P(EngineFailureOn, NewWeightsDoNotBeginBeforeTheLastRecordsAreKept) {
   Rig reference(small_agreement()), rig(small_agreement());
   const std::vector<Trajectory> expected = generate(reference.engine, two_prompts());

@@ -79,6 +79,8 @@ struct Engine::Impl {
   void remember(const Sequence& s);
   void finish(Sequence& s, Finish why);
   void give_up(Sequence& prompt);
+  void drop(Sequence& s);
+  void end_all();
   void report(Order order, Trajectory trajectory);
   void new_weights(WeightVersion version);
   std::vector<std::pair<Order, Trajectory>> step();

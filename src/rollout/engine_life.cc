@@ -1,6 +1,7 @@
 // What happens to an engine between its passes: new weights, requests, aborts, scoring.
 #include <algorithm>
 #include <cassert>
+#include <exception>
 #include <utility>
 
 #include "base/error.h"
@@ -90,27 +91,49 @@ void Engine::Impl::give_up(Sequence& prompt) {
   scheduler.remove(prompt);
 }
 
-std::vector<Trajectory> Engine::abort() {
-  impl_->hand_over();
-  while (!impl_->scheduler.active().empty()) {
-    Sequence& s = *impl_->scheduler.active().begin()->second;
-    if (s.decodes()) {
-      impl_->finish(s, Finish::kAborted);
-    } else {
-      impl_->give_up(s);
+/// What stops one step of that must not keep the engine from the others: what is under way ends.
+void Engine::Impl::end_all() {
+  std::exception_ptr first;
+  const auto attempt = [&](const auto& act) {
+    try {
+      act();
+    } catch (...) {
+      if (!first) first = std::current_exception();
     }
+  };
+  attempt([&] { hand_over(); });
+  while (!scheduler.active().empty()) {
+    const Order order = scheduler.active().begin()->first;
+    Sequence& s = *scheduler.active().at(order);
+    attempt([&] { s.decodes() ? finish(s, Finish::kAborted) : give_up(s); });
+    if (scheduler.active().contains(order)) drop(s);
   }
-  impl_->spans.close();
-  for (Scheduler::Waiting& waiting : impl_->scheduler.waiting()) {
+  attempt([&] { spans.close(); });
+  for (Scheduler::Waiting& waiting : scheduler.waiting()) {
     const std::int32_t samples = waiting.scored ? 1 : waiting.request.num_samples;
     for (std::int32_t i = waiting.first_sample; i < samples; ++i) {
       Trajectory t = waiting.request.prefix;
       t.sample += i;
       t.finish = Finish::kAborted;
-      impl_->report({waiting.number, 2 * i + 1}, std::move(t));
+      report({waiting.number, 2 * i + 1}, std::move(t));
     }
   }
-  impl_->scheduler.waiting().clear();
+  scheduler.waiting().clear();
+  if (!first) return;
+  finished.clear();
+  std::rethrow_exception(first);
+}
+
+/// A sequence that could not be ended as one should.
+void Engine::Impl::drop(Sequence& s) {
+  for (std::int32_t i = 0; i < std::max(s.forks, 1); ++i) {
+    spans.release(s.trajectory.prompt, s.trajectory.sample + i);
+  }
+  scheduler.remove(s);
+}
+
+std::vector<Trajectory> Engine::abort() {
+  impl_->end_all();
   std::vector<Trajectory> out;
   for (auto& [order, t] : std::exchange(impl_->finished, {})) out.push_back(std::move(t));
   return out;
@@ -137,7 +160,7 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
       if (held_back()) throw_held_back(held());
     }
   } catch (...) {
-    abort();
+    abort_quietly(*this);
     throw;
   }
   return out;

@@ -27,7 +27,7 @@ std::vector<Trajectory> generate(Engine& engine, std::vector<Request> requests) 
       if (engine.held_back()) throw_held_back(engine.held());
     }
   } catch (...) {
-    engine.abort();
+    abort_quietly(engine);
     throw;
   }
   std::stable_sort(results.begin(), results.end(),

@@ -165,6 +165,13 @@ void prepare_scoring(Trajectory& t, const ModelConfig& model) {
   t.top_logp.clear();
 }
 
+void abort_quietly(Engine& engine) noexcept {
+  try {
+    engine.abort();
+  } catch (...) {  // the engine is idle all the same
+  }
+}
+
 void throw_held_back(const std::string& why) {
   throw Error(cat({"the record store has no room for one more sequence",
                    why.empty() ? std::string(": raise its budget") : "; " + why,

@@ -20,6 +20,9 @@ void check_request(Request& request, const ModelConfig& model, bool recorded);
 /// empty) and clears its log-probs.
 void prepare_scoring(Trajectory& trajectory, const ModelConfig& model);
 
+/// Ends all behind a failure, which is what to tell: what more fails is not.
+void abort_quietly(Engine& engine) noexcept;
+
 [[noreturn]] void throw_held_back(const std::string& why);
 
 }  // namespace lockstep::rollout

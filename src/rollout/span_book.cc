@@ -43,8 +43,11 @@ void SpanBook::open(std::span<const Chunk> chunks) {
   }
 }
 
-void SpanBook::cut(const Sequence& s) const {
-  if (records() && s.opened) sink_->truncate(s.span->id, s.fed);
+void SpanBook::cut(const Sequence& s) const noexcept {
+  try {
+    if (records() && s.opened) sink_->truncate(s.span->id, s.fed);
+  } catch (...) {
+  }
 }
 
 void SpanBook::end(Sequence& s) {
@@ -65,7 +68,12 @@ void SpanBook::end(Sequence& s) {
 
 void SpanBook::give_up(const Sequence& s) const {
   if (!records() || !s.opened) return;
-  sink_->truncate(s.span->id, s.span->first);
+  try {
+    sink_->truncate(s.span->id, s.span->first);
+  } catch (...) {
+    sink_->seal(s.span->id);
+    throw;
+  }
   sink_->seal(s.span->id);
 }
 

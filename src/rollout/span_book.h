@@ -33,7 +33,7 @@ class SpanBook {
   /// Spans are named after prompt and sample: two alike at a time would write into one. Throws
   /// Error where one of them is under way.
   void admit(const Trajectory& t, std::int32_t samples);
-  void release(const Trajectory& t) { under_way_.erase({t.prompt, t.sample}); }
+  void release(PromptId prompt, std::int32_t sample) { under_way_.erase({prompt, sample}); }
 
   /// The span that begins behind the path, of what `sample` reads under weights of `version`.
   Span next(const Sequence& s, std::int32_t sample, WeightVersion version) const;
@@ -44,11 +44,12 @@ class SpanBook {
 
   /// The sink learns of the spans in which the chunks are the first rows.
   void open(std::span<const Chunk> chunks);
-  /// The span under way ends again behind what was read.
-  void cut(const Sequence& s) const;
+  /// The span under way ends again behind what was read, because a pass failed: that is what to
+  /// tell, not that a sink cannot cut either.
+  void cut(const Sequence& s) const noexcept;
   /// It goes to the path, if anything was read in it; close() comes before its pages change.
   void end(Sequence& s);
-  /// It never was.
+  /// It never was. It is sealed even where that cannot be written.
   void give_up(const Sequence& s) const;
   /// K and V of what ended go to the sink, and the spans are sealed.
   void close();

@@ -24,13 +24,14 @@ class MemoryTrace final : public TraceSink {
   using Key = std::tuple<std::uint64_t, std::int32_t, Place, Encoding>;  // span, position
 
   void open(const Span& span, ContractId) override {
+    require_whole();
     forget(span.id, 0);
     spans_[span.id.value] = span;
     sealed_.erase(span.id.value);
   }
   bool admits(std::int64_t more) const override { return bytes() + more <= budget; }
   void append(std::span<const TokenKey> tokens, Rows<const std::byte> rows) override {
-    if (++appends == refuses_at) {
+    if (++appends == refuses_at || (stays_broken && appends > refuses_at)) {
       refused = rows.place.site;
       throw Error("the sink refuses these rows");
     }
@@ -50,8 +51,14 @@ class MemoryTrace final : public TraceSink {
       EXPECT_TRUE(is_new) << "position " << tokens[i].position << " is recorded twice";
     }
   }
-  void truncate(SpanId span, std::int32_t position) override { forget(span, position); }
-  void seal(SpanId span) override { sealed_.insert(span.value); }
+  void truncate(SpanId span, std::int32_t position) override {
+    require_whole();
+    forget(span, position);
+  }
+  void seal(SpanId span) override {
+    require_whole();
+    sealed_.insert(span.value);
+  }
 
   bool sealed(SpanId span) const { return sealed_.contains(span.value); }
   std::size_t open_spans() const { return spans_.size() - sealed_.size(); }
@@ -80,9 +87,13 @@ class MemoryTrace final : public TraceSink {
   std::int64_t budget = 1ll << 40;
   std::int64_t appends = 0;
   std::int64_t refuses_at = -1;  // the append that throws
+  bool stays_broken = false;     // all calls behind that one throw too
   std::optional<Site> refused{};
 
  private:
+  void require_whole() const {
+    if (stays_broken && refused) throw Error("the sink is broken");
+  }
   void forget(SpanId span, std::int32_t position) {
     rows_.erase(rows_.lower_bound({span.value, position, Place{}, {}}),
                 rows_.lower_bound({span.value + 1, 0, Place{}, {}}));
