@@ -144,7 +144,7 @@ std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const da
   return batch;
 }
 
-Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task, Device device) {
+Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task) {
   Arm arm = checked_arm(recipe, policy.config);
   const bool cache =
       arm.contract.k.global == GlobalScale::kStatic && recipe.arm.kv_exponents.empty();
@@ -152,10 +152,8 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
   if (!cache && !channels) return arm;
   const std::vector<std::vector<Token>> batch = calibration_batch(policy, task);
   if (cache) {
-    const std::int64_t numbers = recipe::budget(recipe, arm, policy.config).parameters;
-    if (device_memory(device).free < 3 * numbers) device = {};  // 2 bytes each, and the passes
     recipe.arm.kv_exponents =
-        rollout::calibrate_kv(policy.config, *policy.weights, batch, arm.contract, device);
+        rollout::calibrate_kv(policy.config, *policy.weights, batch, arm.contract);
   }
   if (channels) {
     for (const std::uint8_t chosen : rollout::calibrate_residual(

@@ -56,9 +56,9 @@ void settle_device(std::span<const ComparedRun> runs);
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task);
 
 /// The arm, checked, its cache's exponents calibrated on the first worked problems of evaluation
-/// where the recipe gives none; those then stand in the recipe. That runs on `device` where it has
-/// room for the weights in BF16.
-Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task, Device device);
+/// where the recipe gives none; those then stand in the recipe. On the CPU always: a recipe's
+/// contract must not hang on the device that runs it.
+Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& task);
 
 /// Refuses what the disk has no room for, before anything begins: `what` takes `bytes`, `remedy`
 /// is what may be done but to free some. `folder` need not be there. Throws Error.

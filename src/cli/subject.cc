@@ -108,7 +108,7 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   budget.evaluation = 0;
   if (!trains) budget.trainer = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
-  Arm arm = ready_arm(recipe, policy, *task, device);
+  Arm arm = ready_arm(recipe, policy, *task);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
   return {.recipe = std::move(recipe),
           .policy = std::move(policy),

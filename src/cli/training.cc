@@ -97,7 +97,7 @@ class Training {
     require_room(run_dir_.folder(), budget_.checkpoints, "the checkpoints take",
                  "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);
-    return ready_arm(recipe_, policy_, *task_, device_);
+    return ready_arm(recipe_, policy_, *task_);
   }
 
   store::Options store_options() const {

@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
-#include "device/memory.h"
-#include "device/stream.h"
 #include "kernels/exact/residual.h"
 #include "numerics/scale.h"
 #include "rollout/capture.h"
@@ -48,7 +47,7 @@ float amax(const std::byte* first, std::int64_t count, std::int32_t row_bytes) {
 }
 
 /// One pass over whole sequences; raises `most` [L, 2] to what the cache then shows.
-void read(Forward& forward, const Agreement& agreement, const Workplace& at,
+void read(Forward& forward, const Agreement& agreement,
           std::span<const std::vector<Token>> sequences, std::vector<float>& most) {
   std::vector<std::vector<std::int32_t>> tables;
   std::int32_t pages = 0;
@@ -57,8 +56,9 @@ void read(Forward& forward, const Agreement& agreement, const Workplace& at,
     for (std::size_t i = 0; i < tokens.size(); i += kPageTokens) table.push_back(pages++);
   }
   std::vector<LayerKv> cache = cache_layout(agreement, kPageTokens);
-  const Buffer pool(at.device, pages * cache[0].k.page_bytes, at.stream);
-  for (LayerKv& layer : cache) layer.k.pool = layer.v.pool = pool.as<>();
+  const auto pool =
+      std::make_unique<std::byte[]>(static_cast<std::size_t>(pages * cache[0].k.page_bytes));
+  for (LayerKv& layer : cache) layer.k.pool = layer.v.pool = pool.get();
 
   Pass pass;
   for (std::size_t s = 0; s < sequences.size(); ++s) {
@@ -71,17 +71,9 @@ void read(Forward& forward, const Agreement& agreement, const Workplace& at,
       pass.sequence.push_back(static_cast<std::int32_t>(s));
     }
   }
-  Capture nothing(agreement, nullptr, false, at.device, at.stream);
+  Capture nothing(agreement, nullptr);
   forward.run(pass, cache, nothing);
-  forward.finish();
 
-  Buffer here;
-  if (at.on_cuda()) {
-    here = Buffer({}, pool.bytes());
-    copy_bytes(here.as<void>(), {}, pool.as<void>(), at.device, pool.bytes(), at.stream);
-    synchronize(at.device, at.stream);
-    for (LayerKv& layer : cache) layer.k.pool = layer.v.pool = here.as<>();
-  }
   for (std::size_t s = 0; s < sequences.size(); ++s) {
     const auto count = static_cast<std::int32_t>(sequences[s].size());
     for (std::int32_t first = 0; first < count; first += kPageTokens) {
@@ -115,13 +107,11 @@ void calibrate(const CalibrationArgs& args) {
   check_batch(args.model, args.batch);
   const Agreement agreement = {
       .model = args.model, .contract = contracts::bf16(), .guide = {}, .seed = 0};
-  const OwnedStream stream(args.device);
-  const Workplace at{args.device, stream};
-  Forward forward(agreement, Options{}, args.device, stream);
+  Forward forward(agreement, Options{}, Device{});
   forward.weights().begin(WeightVersion{0}, agreement.contract.id());
   args.weights.each([&](const Weight& weight) { hand_over(weight, forward.weights()); });
   forward.weights().commit();
-  if (args.observer) forward.observe(args.observer);
+  forward.observe(args.observer);
 
   std::vector<float> most(static_cast<std::size_t>(2 * args.model.num_layers), 0.0f);
   for (std::size_t first = 0; first < args.batch.size();) {
@@ -130,7 +120,7 @@ void calibrate(const CalibrationArgs& args) {
          end < args.batch.size() && (end == first || tokens < kTokensPerPass); ++end) {
       tokens += static_cast<std::int64_t>(args.batch[end].size());
     }
-    read(forward, agreement, at, args.batch.subspan(first, end - first), most);
+    read(forward, agreement, args.batch.subspan(first, end - first), most);
     first = end;
   }
   if (args.kv_amax != nullptr) *args.kv_amax = std::move(most);
@@ -138,11 +128,9 @@ void calibrate(const CalibrationArgs& args) {
 
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
                                       std::span<const std::vector<Token>> batch,
-                                      const Contract& contract, Device device) {
+                                      const Contract& contract) {
   std::vector<float> most;
-  calibrate(
-      {.model = model, .weights = weights, .batch = batch, .kv_amax = &most, .device = device});
-  trim_pool(device);  // the trainer's library takes its own
+  calibrate({.model = model, .weights = weights, .batch = batch, .kv_amax = &most});
   std::vector<std::int8_t> exponents;
   for (std::size_t i = 0; i < most.size(); ++i) {
     const Quantizer& rule = i % 2 == 0 ? contract.k : contract.v;

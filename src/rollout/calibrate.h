@@ -17,7 +17,6 @@ struct CalibrationArgs {
   std::span<const std::vector<Token>> batch;
   ExpertObserver observer{};              // sees every layer's and site's inputs, pass by pass
   std::vector<float>* kv_amax = nullptr;  // [L, 2] raised to the cache's largest magnitudes
-  Device device{};                        // of the passes; an observer sees those of a CPU alone
 };
 
 /// Throws Error naming the sequence where the batch is none for this model.

@@ -121,11 +121,10 @@ class Engine {
 };
 
 /// The cache's exponents (docs/formats/nvfp4.md), [L, 2], K before V: what BF16 passes over a named
-/// calibration batch show, for the formats of `contract`'s K and V. `weights` is asked once, and
-/// lies on `device` in BF16 for a while.
+/// calibration batch show, for the formats of `contract`'s K and V. `weights` is asked once.
 std::vector<std::int8_t> calibrate_kv(const ModelConfig& model, const WeightSource& weights,
                                       std::span<const std::vector<Token>> batch,
-                                      const Contract& contract = {}, Device device = {});
+                                      const Contract& contract = {});
 
 /// The groups of channels that lose most over a named calibration batch, for
 /// ResidualScope::kStatic: Contract::residual_groups. `contract` quantizes the experts' inputs;

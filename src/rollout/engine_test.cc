@@ -426,11 +426,11 @@ class Fixed final : public WeightSource {
   std::vector<fixture::OwnedWeight> weights_;
 };
 
-TEST_P(EngineOn, R26_CalibrationTakesTheLargestOfItsBatch) {
+TEST(Engine, R26_CalibrationTakesTheLargestOfItsBatch) {
   Agreement bf16 = small_bf16();
   const Fixed weights(fixture::random_weights(bf16, 1));
   const auto of = [&](const std::vector<std::vector<Token>>& batch) {
-    return calibrate_kv(bf16.model, weights, batch, {}, GetParam());
+    return calibrate_kv(bf16.model, weights, batch);
   };
   std::vector<std::vector<Token>> all;
   std::vector<std::int8_t> largest;
@@ -443,10 +443,6 @@ TEST_P(EngineOn, R26_CalibrationTakesTheLargestOfItsBatch) {
   EXPECT_EQ(of(all), largest);
   std::reverse(all.begin(), all.end());
   EXPECT_EQ(of(all), largest);
-  // A device's sums may differ from a CPU's in the last bit, and an exponent by one step there.
-  const std::vector<std::int8_t> cpu = calibrate_kv(bf16.model, weights, all);
-  ASSERT_EQ(cpu.size(), largest.size());
-  for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(largest[i], cpu[i], 1);
 }
 
 TEST(Engine, CalibratedExponentsLeaveTwoBinadesOfHeadroom) {
