@@ -39,7 +39,8 @@ std::string why_unusable(const Facts& facts) {
   }
   if (facts.index < 0 || facts.index >= facts.devices) {
     return cat({"there is no CUDA device ", facts.index, ", only ", facts.devices,
-                facts.devices == 1 ? " is there" : " are there"});
+                facts.devices == 1 ? " is there" : " are there",
+                "; use a lower number, or device = \"cpu\""});
   }
   if (facts.major != kMajor || facts.minor != kMinor) {
     return cat({"CUDA device ", facts.index, " has compute capability ", facts.major, ".",

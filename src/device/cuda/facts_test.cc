@@ -63,7 +63,7 @@ TEST(CudaFacts, OfARuntimeThatFailsGiveItsWords) {
 TEST(CudaFacts, OfADeviceThatIsNotThereSayHowManyAre) {
   Facts far = h200();
   far.index = 3;
-  expect_says(far, {"no CUDA device 3, only 1 is there"});
+  expect_says(far, {"no CUDA device 3, only 1 is there", "a lower number", "device = \"cpu\""});
   far.devices = 2;
   expect_says(far, {"only 2 are there"});
   far.index = -1;
