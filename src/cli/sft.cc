@@ -140,13 +140,15 @@ int sft(const SftArgs& args) {
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
   require_ours(out, r);
   const Policy policy = open_policy(r.model, !r.fresh);
-  std::int64_t bytes = 0;
+  std::int64_t parameters = 0;
   for (const WeightId& id : weight_ids(policy.config)) {
     const auto [rows, cols] = weight_shape(policy.config, id.role);
-    bytes += 2 * rows * cols;
+    parameters += rows * cols;
   }
-  // Eight times the BF16: masters, gradients and two moments in FP32.
-  const recipe::Budget budget = {.trainer = 8 * bytes};
+  const std::int64_t bytes = 2 * parameters;
+  const std::string may_be = r.device == recipe::kAutoDevice ? "cuda" : r.device;
+  const recipe::Budget budget = {.trainer =
+                                     recipe::trainer_bytes(may_be, r.trainer.bf16) * parameters};
   settle_device(r, budget);
   const Device device = recipe::ready_device(r.device, budget);
   require_room(out, bytes, "the model takes", "or name another folder with --out");

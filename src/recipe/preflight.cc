@@ -347,18 +347,10 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
   }
 }
 
-namespace {
-
-/// Of a parameter: master, gradient and two moments in FP32; on a GPU the numbers that it computes
-/// with lie beside them.
-std::int64_t trainer_bytes(const Recipe& recipe) {
-  if (recipe.device == kAutoDevice || device_named(recipe.device).kind == Device::Kind::kCpu) {
-    return 16;
-  }
-  return recipe.trainer.bf16 ? 18 : 20;
+std::int64_t trainer_bytes(const std::string& device, bool bf16) {
+  if (device == kAutoDevice || device_named(device).kind == Device::Kind::kCpu) return 16;
+  return bf16 ? 18 : 20;
 }
-
-}  // namespace
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   Budget b;
@@ -369,7 +361,8 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
     b.rollout_weights += packed ? out * row_bytes(arm.contract.weight, in) : out * in * 2;
   }
   b.cache = recipe.rollout.cache_bytes;
-  b.trainer = trainer_bytes(recipe) * b.parameters * (arm.rl.kl_weight > 0 ? 2 : 1);
+  b.trainer = trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters *
+              (arm.rl.kl_weight > 0 ? 2 : 1);
   b.swap = recipe.rollout.swap_bytes;
   b.records = recipe.store.ram_bytes;
   const std::int64_t kept = recipe.schedule.keep_checkpoints;

@@ -34,6 +34,10 @@ struct Budget {
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
 
+/// A trainer's bytes of a parameter: master, gradient and two moments in FP32; on a GPU the numbers
+/// that it computes with, `bf16` or FP32, lie beside them.
+std::int64_t trainer_bytes(const std::string& device, bool bf16);
+
 /// Three lines: device, host, disk.
 std::string to_string(const Budget& budget);
 
