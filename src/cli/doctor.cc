@@ -66,8 +66,11 @@ void look_at_device(Doctor& doctor) {
   const std::string driver = nvidia_driver();
   const std::string there = driver.empty() ? "no NVIDIA device" : "an NVIDIA device, " + driver;
   const Device first = device_named("cuda:0");
-  if (const std::string why = why_unusable(first); !why.empty()) {
-    return doctor.say("device", cat({there, "; cpu alone can be used: ", why}));
+  try {
+    train::require_runs({}, first);  // as auto asks
+  } catch (const Error& error) {
+    return doctor.say(
+        "device", cat({there, "; cpu alone can be used: ", recipe::why_not_cuda(error.what())}));
   }
   const DeviceMemory memory = device_memory(first);
   doctor.say("device", cat({there, "; cuda can be used, and is what auto takes, ",

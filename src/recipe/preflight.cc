@@ -407,6 +407,18 @@ Device ready_device(const std::string& name, const Budget& b) {
   return device;
 }
 
+std::string why_not_cuda(std::string refusal) {
+  for (const std::string_view name : {"device is cuda: ", "device = \"cuda\": "}) {
+    if (refusal.starts_with(name)) refusal.erase(0, name.size());
+  }
+  // The last remedy, behind others or alone.
+  const std::size_t cpu = refusal.rfind("device = \"cpu\"");
+  if (cpu == std::string::npos) return refusal;
+  const std::size_t alone = refusal.rfind("; ", cpu), last = refusal.rfind(", or ", cpu);
+  const std::size_t end = last != std::string::npos && last > alone ? last : alone;
+  return refusal.substr(0, end);
+}
+
 SettledDevice settle_device(const std::string& name, const Budget& budget,
                             const std::function<void(Device)>& require) {
   if (name != kAutoDevice) return {name, ""};
@@ -414,7 +426,7 @@ SettledDevice settle_device(const std::string& name, const Budget& budget,
   try {
     require(ready_device("cuda", budget));
   } catch (const Error& error) {
-    return {"cpu", error.what()};
+    return {"cpu", why_not_cuda(error.what())};
   }
   return {"cuda", ""};
 }

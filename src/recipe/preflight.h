@@ -52,6 +52,10 @@ struct SettledDevice {
   std::string why;
 };
 
+/// What was in the way, of an error that refuses a GPU: without the device's name, and without the
+/// remedy to take the CPU, which is for those who asked for the GPU.
+std::string why_not_cuda(std::string refusal);
+
 /// Settles "auto"; other names stand for themselves. It is "cuda" where that works, has room for
 /// the budget, and `require` does not throw; else "cpu", and `why` says what was in the way: "" in
 /// a build without CUDA.

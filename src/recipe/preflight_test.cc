@@ -1,0 +1,35 @@
+#include "recipe/preflight.h"
+
+#include <gtest/gtest.h>
+
+#include "base/build.h"
+
+namespace lockstep::recipe {
+namespace {
+
+TEST(Preflight, AutoTellsWhatWasInTheWayAndNoRemedyThatItHasTaken) {
+  EXPECT_EQ(why_not_cuda("device is cuda: there is no NVIDIA driver on this machine; use device = "
+                         "\"cpu\""),
+            "there is no NVIDIA driver on this machine");
+  EXPECT_EQ(
+      why_not_cuda("device = \"cuda\": the driver is old; update it, or use device = \"cpu\""),
+      "the driver is old; update it");
+  EXPECT_EQ(why_not_cuda("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\""),
+            "qat.real_product (QaRL) trains on the CPU only");
+  const std::string full = "device is cuda, which has 1 GiB of 2 GiB free; 3 GiB are needed";
+  EXPECT_EQ(why_not_cuda(full), full);
+  if (!build::has_cuda || !why_unusable({Device::Kind::kCuda, 0}).empty()) {
+    const std::string why = settle_device(kAutoDevice, Budget{}, [](Device) {}).why;
+    EXPECT_EQ(why.empty(), !build::has_cuda);
+    EXPECT_EQ(why.find("device"), why.find("device on this machine")) << why;
+  }
+}
+
+TEST(Preflight, ATrainerTakesMoreOfAGpu) {
+  EXPECT_EQ(trainer_bytes("cpu", false), 16);
+  EXPECT_EQ(trainer_bytes("cuda", true), 18);
+  EXPECT_EQ(trainer_bytes("cuda:1", false), 20);
+}
+
+}  // namespace
+}  // namespace lockstep::recipe
