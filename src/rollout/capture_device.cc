@@ -161,8 +161,14 @@ void DeviceCapture::send() {
   underway_ = is_now_ = true;
 }
 
-void DeviceCapture::drop() {
-  if (is_now_) underway_ = false;
+void DeviceCapture::drop() noexcept {
+  if (is_now_ && underway_) {
+    try {
+      copied_.wait();  // its room may be taken anew
+    } catch (...) {    // the device has failed, and that is told already
+    }
+    underway_ = false;
+  }
   is_now_ = false;
 }
 

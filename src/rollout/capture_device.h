@@ -42,8 +42,8 @@ class DeviceCapture {
   void flush(RowWriter& writer);
   /// Was a pass sent that has not come to the sink?
   bool holds() const { return underway_; }
-  /// Forgets the pass that was begun last.
-  void drop();
+  /// Forgets the pass that was begun last; waits for its copy where it was sent.
+  void drop() noexcept;
 
  private:
   enum class Form : std::uint8_t { kRecords, kRoutes, kNumbers, kAudits };

@@ -199,6 +199,7 @@ void Engine::Impl::run(const std::vector<Chunk>& chunks) {
   try {
     drawn = compute(chunks, pass, wanted);
   } catch (...) {
+    forward.abandon();
     capture.drop();
     for (const Chunk& chunk : chunks) spans.cut(*chunk.sequence);
     throw;

@@ -85,6 +85,17 @@ TEST_P(EngineFailureOn, ARefusedRecordTakesBackItsPassAndNoMore) {
   EXPECT_GT(given_up, 0);
 }
 
+TEST_P(EngineFailureOn, WhatAFailedPassMetIsNotCounted) {
+  Rig rig(small_agreement());
+  for (const Request& r : two_prompts()) rig.engine.submit(r);
+  rig.trace.refuses_at = 6;
+  while (refusal([&] { rig.engine.step(); }).empty()) {
+  }
+  EXPECT_FALSE(rig.engine.metrics().contains("fp4/scale/sat_frac"));
+  rig.engine.step();
+  EXPECT_TRUE(rig.engine.metrics().contains("fp4/scale/sat_frac"));
+}
+
 /// Steps to the end and aborts where that fails, and tells of the first failure.
 void step_or_abort(Engine& engine) {
   try {

@@ -271,6 +271,14 @@ void Forward::finish() {
   impl_->checks.settle();
 }
 
+void Forward::abandon() noexcept {
+  try {
+    synchronize(impl_->at.device, impl_->at.stream);
+    metrics();
+  } catch (...) {
+  }
+}
+
 std::int64_t Forward::take_replays() { return impl_->graphs.take_replays(); }
 
 WeightSink& Forward::weights() { return impl_->weights; }
