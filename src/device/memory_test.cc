@@ -46,23 +46,28 @@ TEST_P(Memory, SaysHowMuchIsThere) {
 
 TEST_P(Memory, APoolGivesBackWhatNobodyOwns) {
   constexpr std::int64_t kBytes = 256 << 20;
-  const bool cuda = GetParam().kind == Device::Kind::kCuda;
-  trim_pool(GetParam());
-  const std::int64_t before = device_memory(GetParam()).for_others;
-  Buffer kept(GetParam(), 1 << 20);
-  Buffer(GetParam(), kBytes).reset();
-  synchronize(GetParam());
-  const DeviceMemory slack = device_memory(GetParam());
-  if (cuda) {  // it is the pool's, and would be a Buffer's
-    EXPECT_LT(slack.for_others, before - kBytes / 2);
-    EXPECT_GE(slack.free, slack.for_others + kBytes);
+  const Device device = GetParam();
+  const bool cuda = device.kind == Device::Kind::kCuda;
+  bool held = false, given_back = false;
+  // What is free is the whole GPU's: another process may take some, or leave, between two looks.
+  for (int attempt = 0; attempt < (cuda ? 20 : 1) && !(held && given_back); ++attempt) {
+    trim_pool(device);
+    const std::int64_t before = device_memory(device).for_others;
+    Buffer kept(device, 1 << 20);
+    Buffer(device, kBytes).reset();
+    synchronize(device);
+    const DeviceMemory slack = device_memory(device);
+    // It is the pool's, and would be a Buffer's.
+    held = slack.for_others < before - kBytes / 2 && slack.free >= slack.for_others + kBytes;
+    fill_bytes(kept.as<void>(), device, 0x5A, 1 << 20);
+    trim_pool(device);
+    given_back = device_memory(device).for_others > before - kBytes / 2;
+    EXPECT_EQ(to_host<std::uint8_t>(kept).back(), 0x5A);
   }
-  fill_bytes(kept.as<void>(), GetParam(), 0x5A, 1 << 20);
-  trim_pool(GetParam());
-  if (cuda) {
-    EXPECT_GT(device_memory(GetParam()).for_others, before - kBytes / 2);
+  if (cuda) {  // a CPU has no pool, and nothing to give back
+    EXPECT_TRUE(held);
+    EXPECT_TRUE(given_back);
   }
-  EXPECT_EQ(to_host<std::uint8_t>(kept).back(), 0x5A);
   EXPECT_FALSE(is_short_of_memory({}));
 }
 
