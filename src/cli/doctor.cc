@@ -114,7 +114,7 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
   recipe::check(recipe, arm, policy.config);
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
-  recipe.device = recipe::settle_device(recipe, arm, policy.config).name;
+  recipe.device = settled_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
   const std::int64_t at_once = b.rollout_weights + b.cache + b.trainer;
   const std::int64_t later = b.swap + b.records;

@@ -11,6 +11,7 @@
 #include "device/memory.h"
 #include "model/config_json.h"
 #include "model/json.h"
+#include "rollout/door.h"
 #include "rollout/kv_cache.h"
 #include "sync/refit.h"
 #include "train/trainer.h"
@@ -95,8 +96,20 @@ void settle(std::string& device, const recipe::SettledDevice& settled) {
 
 }  // namespace
 
+recipe::SettledDevice settled_device(const recipe::Recipe& recipe, const Arm& arm,
+                                     const ModelConfig& model, bool trains) {
+  recipe::Recipe there = recipe;
+  if (there.device == recipe::kAutoDevice) there.device = "cuda";
+  recipe::Budget budget = recipe::budget(there, arm, model);
+  if (!trains) budget.trainer = budget.evaluation = 0;
+  return recipe::settle_device(recipe.device, budget, [&](Device device) {
+    rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
+    if (trains) train::require_runs(arm.qat, device);
+  });
+}
+
 void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& model, bool trains) {
-  settle(recipe.device, recipe::settle_device(recipe, arm, model, trains));
+  settle(recipe.device, settled_device(recipe, arm, model, trains));
 }
 
 void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget) {
@@ -125,7 +138,7 @@ void settle_device(std::span<const ComparedRun> runs) {
   for (const recipe::Recipe* recipe : open) {
     if (!is_choice || common.name == "cpu") break;  // one that runs nowhere else decides
     const ModelConfig model = value_or_throw(read_config(recipe::find(recipe->model, "model")));
-    common = recipe::settle_device(*recipe, checked_arm(*recipe, model), model);
+    common = settled_device(*recipe, checked_arm(*recipe, model), model);
     if (!common.why.empty()) common.why = cat({"arm ", recipe->arm.name, ": ", common.why});
   }
   if (is_choice) tell(common);

@@ -38,11 +38,17 @@ recipe::Recipe load_recipe(const std::string& file, const std::vector<std::strin
 /// The recipe's arm for that model, checked: what contradicts itself is Usage.
 Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model);
 
+/// What the recipe's device stands for: "auto" is a GPU where its run, or where nothing `trains`
+/// its rollouts, has room and all that it needs.
+recipe::SettledDevice settled_device(const recipe::Recipe& recipe, const Arm& arm,
+                                     const ModelConfig& model, bool trains = true);
+
 /// Settles a device that is left to be chosen, and tells of it in one line where there was a
 /// choice.
 void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& model,
                    bool trains = true);
 void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget);
+
 /// A run among others, and its folder; "" where it begins anew whatever is there.
 struct ComparedRun {
   recipe::Recipe* recipe;

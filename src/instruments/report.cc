@@ -17,6 +17,8 @@ namespace lockstep::instruments {
 namespace {
 
 constexpr std::size_t kPlaces = 400;       // of a curve
+constexpr std::size_t kManyArms = 5;       // hide each other where each has so many places
+constexpr std::size_t kPlacesOfAll = 320;  // of the curves of many arms together
 constexpr std::size_t kHeatCells = 40000;  // of all heat maps together
 
 /// A page as it grows.
@@ -79,12 +81,24 @@ std::string file_word(const std::string& text) {
 }
 
 std::vector<Line> lines_of(const std::vector<ArmRuns>& arms, const std::string& metric) {
+  const bool many = arms.size() >= kManyArms;
+  const std::size_t places = many ? std::max<std::size_t>(kPlacesOfAll / arms.size(), 20) : kPlaces;
   std::vector<Line> lines;
   for (std::size_t i = 0; i < arms.size(); ++i) {
-    std::vector<Point> points = curve(arms[i], metric, kPlaces);
+    std::vector<Point> points = curve(arms[i], metric, places);
+    for (Point& point : points) {  // bands of many would hide their lines
+      if (many) point.low = point.high = point.mean;
+    }
     if (!points.empty()) lines.push_back({arm_label(arms, i), std::move(points)});
   }
   return lines;
+}
+
+/// The note of a figure, and how many steps a point of its curves stands for where it is several.
+std::string note_of(const std::string& note, std::span<const Line> lines) {
+  if (lines.empty() || lines[0].points.size() < 2) return note;
+  const double steps = lines[0].points[1].step - lines[0].points[0].step;
+  return steps > 1 ? cat({note, "; means of ", steps, " steps"}) : note;
 }
 
 /// Rewards while training; judgements on other prompts as dots, where there are any.
@@ -101,7 +115,8 @@ std::string reward_figure(Page& page, const std::vector<ArmRuns>& arms,
   const char* note = lines.size() > courses
                          ? "mean of a step's samples; dots: prompts never trained on"
                          : "mean of a step's samples";
-  return page.figure("reward", "Reward", note, line_chart(lines, Scale::kFraction), legend);
+  return page.figure("reward", "Reward", note_of(note, lines), line_chart(lines, Scale::kFraction),
+                     legend);
 }
 
 std::string course_figures(Page& page, const std::vector<ArmRuns>& arms,
@@ -109,7 +124,8 @@ std::string course_figures(Page& page, const std::vector<ArmRuns>& arms,
   std::string out = reward_figure(page, arms, legend);
   const auto add = [&](const char* name, const char* title, const char* note,
                        const std::string& metric, Scale scale) {
-    out += page.figure(name, title, note, line_chart(lines_of(arms, metric), scale), legend);
+    const std::vector<Line> lines = lines_of(arms, metric);
+    out += page.figure(name, title, note_of(note, lines), line_chart(lines, scale), legend);
   };
   add("gap", "Gap, mean |Δlogp|", "trainer against rollout, per sampled token; log scale", kGap,
       Scale::kLog);

@@ -8,8 +8,6 @@
 #include "device/memory.h"
 #include "model/names.h"
 #include "record/agreement.h"
-#include "rollout/door.h"
-#include "train/trainer.h"
 
 namespace lockstep::recipe {
 namespace {
@@ -429,18 +427,6 @@ SettledDevice settle_device(const std::string& name, const Budget& budget,
     return {"cpu", why_not_cuda(error.what())};
   }
   return {"cuda", ""};
-}
-
-SettledDevice settle_device(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
-                            bool trains) {
-  Recipe there = recipe;
-  if (there.device == kAutoDevice) there.device = "cuda";
-  Budget b = budget(there, arm, model);
-  if (!trains) b.trainer = b.evaluation = 0;
-  return settle_device(recipe.device, b, [&](Device device) {
-    rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
-    if (trains) train::require_runs(arm.qat, device);
-  });
 }
 
 std::int64_t full_code_bytes(const ModelConfig& model) {

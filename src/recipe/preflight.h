@@ -62,10 +62,6 @@ std::string why_not_cuda(std::string refusal);
 SettledDevice settle_device(const std::string& name, const Budget& budget,
                             const std::function<void(Device)>& require);
 
-/// Of a recipe's run, or where nothing `trains`, of its rollouts.
-SettledDevice settle_device(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
-                            bool trains = true);
-
 /// Of a device's memory as it is. Throws Error with the bytes that are there, those needed and what
 /// takes them where the budget does not fit.
 void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& budget);
