@@ -43,7 +43,8 @@ if [ ! -e "$build/build.ninja" ]; then
 fi
 # Always: the table names this commit.
 cmake --build "$build" --target device_test kernels_test rollout_test sync_test train_test \
-  recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench step_bench lockstep_cli ||
+  recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench step_bench \
+  lockstep_cli ||
   exit 1
 
 failed=0

@@ -11,7 +11,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 command=("$program" train "$here/recipes/demo.toml" arm=trace schedule.steps=6 schedule.prompts=4
   schedule.samples=4 schedule.save_every=1 schedule.keep=1 schedule.rescore_every=2
-  device=cpu trainer.lr=1e-3 store.ram="64 KiB")  # less than a step records, so that the disk has a part
+  device=cpu trainer.lr=1e-3
+  store.ram="64 KiB")  # less than a step records, so that the disk has a part
 
 same() {
   python3 - "$work/whole/metrics.jsonl" "$1/metrics.jsonl" <<'PY'

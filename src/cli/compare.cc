@@ -9,8 +9,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
-#include <numeric>
 #include <system_error>
 
 #include "base/text.h"
@@ -19,6 +17,7 @@
 #include "cli/interrupt.h"
 #include "cli/jobs.h"
 #include "cli/log.h"
+#include "cli/said.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
 #include "model/config_json.h"
@@ -102,7 +101,7 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
       run_shown(cell->recipe, cell->folder, cell->name());
     } catch (const std::exception& error) {
       // An arm whose loss is no number any more is a finding; the others are still to be seen.
-      stopped.push_back(cat({cell->name(), " stopped: ", error.what()}));
+      stopped.push_back(cat({cell->name(), " stopped: ", said(error)}));
       warn(stopped.back());
     }
     ++done;
@@ -112,20 +111,14 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
 
 /// Refuses more runs at once on a GPU than there is memory for: each by itself would find room.
 void require_room_for(int runs, const std::vector<const Cell*>& cells) {
-  std::vector<std::int64_t> needs;
+  std::vector<recipe::Budget> budgets;
   for (const Cell* cell : cells) {
-    const ModelConfig model =
-        value_or_throw(read_config(recipe::find(cell->recipe.model, "model")));
-    needs.push_back(recipe::budget(cell->recipe, checked_arm(cell->recipe, model), model).device());
+    const fs::path folder = recipe::find(cell->recipe.model, "model");
+    const ModelConfig model = value_or_throw(read_config(folder));
+    budgets.push_back(recipe::budget(cell->recipe, checked_arm(cell->recipe, model), model));
   }
-  const auto most = std::min(std::ssize(needs), std::ptrdiff_t{runs});
-  std::partial_sort(needs.begin(), needs.begin() + most, needs.end(), std::greater<>());
-  const std::int64_t needed = std::accumulate(needs.begin(), needs.begin() + most, std::int64_t{0});
   const DeviceMemory memory = device_memory(device_named(cells.front()->recipe.device));
-  if (needed <= memory.free) return;
-  throw Error(
-      cat({"--jobs has ", most, " runs on a GPU at once, which take ", recipe::bytes_text(needed),
-           "; ", recipe::bytes_text(memory.free), " are free: give it a smaller number"}));
+  recipe::require_memory_of_all(runs, budgets, memory);
 }
 
 /// Each by this command with --cell, the run's place among all.

@@ -205,6 +205,9 @@ std::vector<std::string> run_jobs(const std::vector<Job>& jobs, int at_once,
   Processes running;
   for (std::size_t next = 0; next < jobs.size() || !running.empty();) {
     if (next < jobs.size() && !lanes.empty()) {
+      if (at_once == 1) {
+        info(cat({jobs[next].name, ", run ", next + 1, " of ", jobs.size()}));
+      }
       try {
         running.push_back(
             std::make_unique<Running>(jobs[next], next, lanes.back(), at_once, cards));

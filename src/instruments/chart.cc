@@ -147,7 +147,8 @@ std::string value_ticks(const Axis& axis, Scale scale) {
 }
 
 std::string step_ticks(const Axis& axis, double bottom) {
-  std::string out = text_at(axis.from, bottom + 18, "start", "step " + number(std::floor(axis.low), 9));
+  const std::string first = "step " + number(std::floor(axis.low), 9);
+  std::string out = text_at(axis.from, bottom + 18, "start", first);
   const double step = std::max(1.0, tidy_step(axis.high - axis.low, 6));
   const double last = std::floor(axis.high);
   for (double v = step * std::ceil(axis.low / step); v < last; v += step) {

@@ -248,7 +248,7 @@ std::string recipe_tables(const std::vector<ArmRuns>& arms) {
 
 std::string footer(std::span<const RunData> runs) {
   std::string out =
-      "<footer>Bands span seeds, and steps that share a point. Point at a chart to read "
+      "<footer>Bands, where there are any, span seeds, and steps that share a point. Point at a chart to read "
       "its values; choose an arm to hide it.";
   for (const RunData& run : runs) {
     if (run.unreadable_lines == 0) continue;

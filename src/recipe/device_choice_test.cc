@@ -90,6 +90,20 @@ TEST(DeviceChoice, ADeviceWithTooLittleMemoryIsRefusedWithTheBytes) {
   }
 }
 
+TEST(DeviceChoice, RunsAtOnceNeedTheMemoryOfTheLargest) {
+  const std::vector<Budget> runs = {{.cache = 3 << 20}, {.trainer = 7 << 20}, {.cache = 5 << 20}};
+  EXPECT_NO_THROW(require_memory_of_all(2, runs, {.free = 12 << 20}));
+  EXPECT_NO_THROW(require_memory_of_all(9, runs, {.free = 15 << 20}));
+  try {
+    require_memory_of_all(2, runs, {.free = (12 << 20) - 1});
+    FAIL() << "a byte too few";
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "--jobs has 2 runs on a GPU at once, which take 12 MiB; 12 MiB are free: give it a "
+              "smaller number");
+  }
+}
+
 TEST(DeviceChoice, TheDevicesOwnMemoryIsAsked) {
   if (const std::string why = why_unusable({Device::Kind::kCuda, 0}); !why.empty()) {
     GTEST_SKIP() << why;

@@ -1,6 +1,8 @@
 #include "recipe/preflight.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "base/build.h"
 #include "base/error.h"
@@ -393,6 +395,17 @@ void require_memory(const std::string& name, const DeviceMemory& memory, const B
                    ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
                    " and evaluation ", bytes_text(b.evaluation),
                    ": lower rollout.cache, or choose a smaller model or another device"}));
+}
+
+void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory) {
+  std::vector<std::int64_t> needs;
+  for (const Budget& b : budgets) needs.push_back(b.device());
+  const auto most = std::min(std::ssize(needs), std::ptrdiff_t{runs});
+  std::partial_sort(needs.begin(), needs.begin() + most, needs.end(), std::greater<>());
+  const std::int64_t needed = std::accumulate(needs.begin(), needs.begin() + most, std::int64_t{0});
+  if (needed <= memory.free) return;
+  throw Error(cat({"--jobs has ", most, " runs on a GPU at once, which take ", bytes_text(needed),
+                   "; ", bytes_text(memory.free), " are free: give it a smaller number"}));
 }
 
 Device ready_device(const std::string& name, const Budget& b) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 
 #include "device/memory.h"
@@ -65,6 +66,9 @@ SettledDevice settle_device(const std::string& name, const Budget& budget,
 /// Of a device's memory as it is. Throws Error with the bytes that are there, those needed and what
 /// takes them where the budget does not fit.
 void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& budget);
+
+/// The same of any `runs` of these at once.
+void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory);
 
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);

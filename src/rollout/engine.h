@@ -96,8 +96,8 @@ class Engine {
   std::string held() const;
 
   /// Ends what runs or waits, as kAborted and with its spans sealed. A request whose prompt was not
-  /// yet read comes back once a sample, with the prompt alone. The engine is idle behind it whatever
-  /// is thrown, which is the first failure; what had ended by then is lost with the rest.
+  /// yet read comes back once a sample, with the prompt alone. The engine is idle behind it
+  /// whatever is thrown, which is the first failure; what had ended by then is lost with the rest.
   std::vector<Trajectory> abort();
 
   /// Reads given tokens with the present weights: their log-probs and records, in new spans. The

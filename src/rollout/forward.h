@@ -42,8 +42,8 @@ class Forward {
   void finish();
 
   /// After run(), in place of finish(): the pass failed elsewhere. Waits for what was given, for
-  /// its memory may be used again then; what quantization met since metrics() is forgotten, for it
-  /// will be met again. What fails in this is not told: something else did before.
+  /// its memory may be used again then; what quantization met since metrics() is forgotten, that
+  /// of earlier passes too: what the failed one met will be met again. What fails in this is not told: something else did before.
   void abandon() noexcept;
 
   /// Passes that were one call to the device, since the last call of this.

@@ -135,7 +135,7 @@ void router_cuda(const RouterArgs& args, Stream stream) {
                       static_cast<std::int32_t>(count),
                       static_cast<std::int32_t>(args.experts.shape[1]),
                       args.normalize};
-  const auto bytes = static_cast<std::size_t>(kWarps * (count + 3) / 4 * 4) * sizeof(float);
+  const auto bytes = static_cast<std::size_t>(kWarps * ((count + 3) / 4 * 4)) * sizeof(float);
   const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
   cuda::launch_beside("router_kernel", router_kernel, grid, dim3(32 * kWarps), bytes, stream,
                       params);
