@@ -140,7 +140,7 @@ def test_R65_killed_comparison_goes_on(tmp_path):
     # The last arm of the list is at fault: nothing of the first has run.
     (STUDY.replace("rollout_scale", "lbs"), [], ["guide.mode", "lbs", "did you mean lsb?"]),
     (STUDY.replace('guide.mode = "rollout_scale"', "qat.k = false"), [], ["qat.k", "scale"]),
-    (STUDY.replace("seeds = 2", "seeds = 0"), [], ["compare.seeds", "study.toml:13"]),
+    (STUDY.replace("seeds = 2", "seeds = 0"), [], ["compare.seeds", "study.toml:14"]),
     (STUDY.replace("seeds = 2", "seds = 2"), [], ["compare.seds"]),
     (STUDY.replace("variant.scale", 'variant."../x"'), [], ["cannot name an arm"]),
     (STUDY.replace("recipes/demo.toml", "no/such.toml"), [], ["defaults", "no/such.toml"]),

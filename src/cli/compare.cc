@@ -235,10 +235,17 @@ int compare(const CompareArgs& args) {
   const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
   std::vector<Cell> cells = cells_of(comparison, root);
   if (args.cell >= 0) {
-    if (args.cell >= std::ssize(cells)) throw Usage(cat({"there is no run ", args.cell}));
+    if (args.cell >= std::ssize(cells))
+      throw Usage(cat({"--cell ", args.cell, ": the runs are 0 to ", cells.size() - 1}));
     const Cell& cell = cells[static_cast<std::size_t>(args.cell)];
     run_shown(cell.recipe, cell.folder, cell.name());
     return 0;
+  }
+  std::vector<ComparedRun> runs;
+  for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
+  settle_device(runs);
+  for (const Cell& cell : cells) {
+    if (!cell.ended) require_device(cell.recipe);
   }
   const recipe::Recipe& first = cells.front().recipe;
   info(cat({comparison.arms.size(), " arms x ", comparison.seeds, " seeds of ",
@@ -247,9 +254,6 @@ int compare(const CompareArgs& args) {
             root.string()}));
   on_interrupt_say("the same command goes on from here");
   lock(root);
-  std::vector<ComparedRun> runs;
-  for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
-  settle_device(runs);
   const std::vector<const Cell*> left = left_of(cells);
   // A run that breaks a GPU breaks it for its process alone.
   const bool apart = !left.empty() && (args.jobs > 1 || left.front()->recipe.device != "cpu");

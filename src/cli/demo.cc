@@ -67,6 +67,7 @@ std::string demo_device(const DemoArgs& args, const std::vector<std::string>& na
     runs.push_back({&recipes[i], has_ended(folder, recipes[i].schedule.steps) ? "" : folder});
   }
   settle_device(runs);
+  for (const recipe::Recipe& recipe : recipes) require_device(recipe);
   return recipes.front().device;
 }
 

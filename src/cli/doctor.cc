@@ -204,11 +204,20 @@ bool counts(const std::string& file, const DoctorArgs& args) {
 /// Says why a recipe does not fit; of those that do, a row of the table.
 void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& args,
                     std::vector<std::vector<std::string>>& rows) {
-  if (args.assignments.empty() && is_sft(file)) {
-    return doctor.say(file, "for sft; costs what its batch costs");
-  }
   std::vector<std::string> row;
   std::string why;
+  if (is_sft(file)) {
+    try {
+      const recipe::SftRecipe r =
+          recipe::read_sft_recipe(recipe::find(file, "the recipe"), args.assignments);
+      if (r.device != recipe::kAutoDevice) recipe::ready_device(r.device, {});
+      return doctor.say(file, "for sft; costs what its batch costs");
+    } catch (const Error& error) {
+      doctor.say(file, cat({"does not fit: ", error.what()}));
+      if (counts(file, args)) doctor.miss(cat({file, ": ", error.what()}));
+      return;
+    }
+  }
   try {
     const std::vector<recipe::Recipe> recipes = recipes_in(file, args.assignments);
     for (const recipe::Recipe& recipe : recipes) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/parallel.h"
 #include "base/text.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
@@ -365,6 +366,7 @@ int run(int argc, char** argv) {
         std::string(wrong.what()) + "; ./lockstep " +
         (named.starts_with('-') ? "--help lists the verbs" : named + " --help lists its options"));
   }
+  threads();  // a LOCKSTEP_THREADS that is no number is refused before anything else
   return chosen();
 }
 

@@ -145,6 +145,12 @@ void settle_device(std::span<const ComparedRun> runs) {
   for (recipe::Recipe* recipe : open) recipe->device = common.name;
 }
 
+Device require_device(const recipe::Recipe& recipe) {
+  const ModelConfig model = value_or_throw(read_config(recipe::find(recipe.model, "model")));
+  return recipe::ready_device(recipe.device,
+                              recipe::budget(recipe, checked_arm(recipe, model), model));
+}
+
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task) {
   constexpr std::int64_t kCalibrationPrompts = 32;
   const auto count = std::min(kCalibrationPrompts, task.evaluation_size());

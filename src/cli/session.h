@@ -49,6 +49,9 @@ void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& mo
                    bool trains = true);
 void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget);
 
+/// Throws Error where the recipe's device cannot run it: what is missing, in one line.
+Device require_device(const recipe::Recipe& recipe);
+
 /// A run among others, and its folder; "" where it begins anew whatever is there.
 struct ComparedRun {
   recipe::Recipe* recipe;

@@ -93,11 +93,23 @@ class Training {
       run_dir_.require_same(recipe::resolved(recipe_, arm.contract.id()));
     }
     budget_ = recipe::budget(recipe_, arm, policy_.config);
-    device_ = recipe::ready_device(recipe_.device, budget_);
+    device_ = ready_device();
     require_room(run_dir_.folder(), budget_.checkpoints, "the checkpoints take",
                  "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);
     return ready_arm(recipe_, policy_, *task_);
+  }
+
+  Device ready_device() const {
+    try {
+      return recipe::ready_device(recipe_.device, budget_);
+    } catch (const Error& error) {
+      if (run_dir_.recipe().empty()) throw;
+      const std::string folder = run_dir_.folder().string();
+      throw Error(cat({folder, " began on ", recipe_.device, " and goes on there alone, but ",
+                       recipe::why_not_cuda(error.what()), "; begin another run from its policy, ",
+                       "model=", folder, "/checkpoints/step_N"}));
+    }
   }
 
   store::Options store_options() const {

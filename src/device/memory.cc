@@ -16,20 +16,22 @@
 namespace lockstep {
 namespace {
 
+constexpr const char* kNoBackend =
+    "this build has no CUDA part: install nvcc 13 and run ./lockstep where there is a GPU, which "
+    "builds anew, or use device = \"cpu\"";
+
 constexpr std::size_t kAlignment = 256;
 
 bool on_cuda(Device device) { return device.kind == Device::Kind::kCuda; }
 
-[[noreturn]] void throw_no_backend() {
-  throw Error("device = \"cuda\": this build has no CUDA backend; install nvcc 13 and build anew");
-}
+[[noreturn]] void throw_no_backend() { throw Error(std::string("device is cuda: ") + kNoBackend); }
 
 }  // namespace
 
 std::string why_unusable(Device device) {
   if (!on_cuda(device)) return "";
   if constexpr (build::has_cuda) return cuda::why_unusable(device.index);
-  return "this build has no CUDA backend; install nvcc 13 and build anew";
+  return kNoBackend;
 }
 
 Device device_named(const std::string& name) {

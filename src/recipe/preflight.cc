@@ -1,6 +1,7 @@
 #include "recipe/preflight.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <functional>
 #include <numeric>
 
@@ -425,19 +426,23 @@ std::string why_not_cuda(std::string refusal) {
   // The last remedy, behind others or alone.
   const std::size_t cpu = refusal.rfind("device = \"cpu\"");
   if (cpu == std::string::npos) return refusal;
-  const std::size_t alone = refusal.rfind("; ", cpu), last = refusal.rfind(", or ", cpu);
-  const std::size_t end = last != std::string::npos && last > alone ? last : alone;
+  std::size_t end = 0;
+  for (const std::string_view joint : {"; ", ", or "}) {
+    const std::size_t at = refusal.rfind(joint, cpu);
+    if (at != std::string::npos) end = std::max(end, at);
+  }
   return refusal.substr(0, end);
 }
 
 SettledDevice settle_device(const std::string& name, const Budget& budget,
                             const std::function<void(Device)>& require) {
   if (name != kAutoDevice) return {name, ""};
-  if constexpr (!build::has_cuda) return {"cpu", ""};
+  // Without a GPU there is no choice, and nothing to tell of it.
+  const bool is_there = std::filesystem::exists("/dev/nvidiactl");
   try {
     require(ready_device("cuda", budget));
   } catch (const Error& error) {
-    return {"cpu", why_not_cuda(error.what())};
+    return {"cpu", is_there ? why_not_cuda(error.what()) : ""};
   }
   return {"cuda", ""};
 }

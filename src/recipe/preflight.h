@@ -58,8 +58,8 @@ struct SettledDevice {
 std::string why_not_cuda(std::string refusal);
 
 /// Settles "auto"; other names stand for themselves. It is "cuda" where that works, has room for
-/// the budget, and `require` does not throw; else "cpu", and `why` says what was in the way: "" in
-/// a build without CUDA.
+/// the budget, and `require` does not throw; else "cpu", and `why` says what was in the way: "" on
+/// a machine without a GPU.
 SettledDevice settle_device(const std::string& name, const Budget& budget,
                             const std::function<void(Device)>& require);
 
