@@ -15,6 +15,7 @@
 #include <stdexcept>
 
 #include "base/build.h"
+#include "base/folder_testing.h"
 #include "base/text.h"
 #include "cli/said.h"
 #include "cli/session.h"
@@ -87,9 +88,7 @@ class DeviceFault : public ::testing::TestWithParam<double> {
   void SetUp() override {
     GTEST_FLAG_SET(death_test_style, "threadsafe");  // each in a new process, which comes here too
     if (std::getenv(kFolder) != nullptr) return;
-    std::string name = (fs::path(::testing::TempDir()) / "device_fault_XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    setenv(kFolder, name.c_str(), 1);
+    setenv(kFolder, make_test_folder().c_str(), 1);
   }
   void TearDown() override {
     if (!HasFailure()) fs::remove_all(folder());

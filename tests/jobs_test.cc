@@ -11,6 +11,8 @@
 #include <string>
 #include <thread>
 
+#include "base/folder_testing.h"
+
 namespace lockstep::cli {
 namespace {
 
@@ -70,26 +72,20 @@ Job child(const std::string& name) { return {name, {"--gtest_filter=Child." + na
 class Jobs : public testing::Test {
  protected:
   void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "lockstep_jobs_test_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    folder_ = name;
-    ::setenv(kFolder, name.c_str(), 1);
+    ::setenv(kFolder, folder_.path().c_str(), 1);
     ::unsetenv("LOCKSTEP_THREADS");
     ::unsetenv("CUDA_VISIBLE_DEVICES");
   }
-  void TearDown() override {
-    fs::remove_all(folder_);
-    ::unsetenv(kFolder);
-  }
+  void TearDown() override { ::unsetenv(kFolder); }
 
   std::string said(int job) const {
-    std::ifstream in(folder_ / std::to_string(job));
+    std::ifstream in(folder_.path() / std::to_string(job));
     std::string line;
     std::getline(in, line);
     return line;
   }
 
-  fs::path folder_;
+  const TestFolder folder_;
 };
 
 TEST_F(Jobs, TwoRunAtOnceAndShareOutTheCards) {

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/folder_testing.h"
 #include "cli/subject.h"
 #include "device/testing.h"
 #include "rl/objective.h"
@@ -152,9 +153,8 @@ std::vector<Apart> run(const std::string& arm, Device device) {
   Side here(subject, device), cpu(subject, {});
   const std::unique_ptr<Comm> comm = Comm::single();
   rollout::Engine sampler(subject.agreement, subject.arm.rollout, {}, nullptr, *comm);
-  std::string name = (std::filesystem::path(::testing::TempDir()) / "parity_XXXXXX").string();
-  EXPECT_NE(mkdtemp(name.data()), nullptr);
-  const std::filesystem::path state = name;
+  const TestFolder folder;
+  const std::filesystem::path& state = folder.path();
   std::vector<Apart> steps;
   for (std::int64_t step = 0; step < steps_on(device); ++step) {
     sync::refit(cpu.weights(), sampler.weights(), subject.arm.contract, WeightVersion{step});
@@ -183,7 +183,6 @@ std::vector<Apart> run(const std::string& arm, Device device) {
         apart.cpu_gap, apart.loss, apart.grad_norm, apart.moved, apart.update);
     steps.push_back(apart);
   }
-  std::filesystem::remove_all(state);
   return steps;
 }
 

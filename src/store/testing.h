@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
 
+#include "base/folder_testing.h"
 #include "base/philox.h"
 #include "record/trace.h"
 #include "store/store.h"
@@ -131,30 +131,25 @@ inline int rows_in_span(int first, int end) {
 /// A folder of the test's own, gone with it.
 class Folder {
  public:
-  Folder() {
-    // In memory where that can be: some tests open thousands of folders.
-    const std::filesystem::path memory = "/dev/shm";
-    const bool there = ::access(memory.c_str(), W_OK) == 0;
-    std::string name =
-        (there ? memory : std::filesystem::temp_directory_path()) / "lockstep_store_XXXXXX";
-    path_ = ::mkdtemp(name.data());
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return folder_.path(); }
 
   std::vector<std::filesystem::path> segments() const {
     std::vector<std::filesystem::path> found;
-    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+    for (const auto& entry : std::filesystem::directory_iterator(path())) {
       if (entry.path().extension() == ".segment") found.push_back(entry.path());
     }
     return found;
   }
 
  private:
-  std::filesystem::path path_;
+  /// In memory where that can be: some tests open thousands of folders.
+  static std::filesystem::path place() {
+    const std::filesystem::path memory = "/dev/shm";
+    const bool there = ::access(memory.c_str(), W_OK) == 0;
+    return there ? memory : std::filesystem::temp_directory_path();
+  }
+
+  TestFolder folder_{place()};
 };
 
 }  // namespace lockstep::store::testing
