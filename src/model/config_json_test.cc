@@ -113,21 +113,12 @@ TEST(Config, TextThatIsNoJsonIsRefused) {
 TEST(Config, WritesWhatItReads) {
   const auto folder = std::filesystem::path(::testing::TempDir()) / "config_json_test";
   std::filesystem::create_directories(folder);
-  ModelConfig config = {.num_layers = 6,
-                        .hidden = 128,
-                        .expert_width = 64,
-                        .num_experts = 16,
-                        .experts_per_token = 2,
-                        .num_heads = 4,
-                        .num_kv_heads = 2,
-                        .head_dim = 32,
-                        .vocabulary = 272,
-                        .max_positions = 512,
-                        .rms_eps = 1e-5f,
-                        .rope_theta = 12345.5,
-                        .normalize_gates = true,
-                        .tied_embeddings = true,
-                        .stop_tokens = {256, 257}};
+  ModelConfig config = testing::tiny_moe();
+  config.rms_eps = 1e-5f;
+  config.rope_theta = 12345.5;
+  config.normalize_gates = true;
+  config.tied_embeddings = true;
+  config.stop_tokens = {256, 257};
   write_config(config, folder);
   const auto read = read_config(folder);
   ASSERT_TRUE(read) << read.error().message;
