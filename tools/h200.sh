@@ -3,9 +3,10 @@
 # rivals of tools/bench/*rivals*.py beside it, a step of the trainer, and how costs grow. All in the
 # same minutes on the same card.
 #
-#   tools/h200.sh [-b BUILD] [-o FILE] [-t] [-s] [-y] [name ...]
+#   tools/h200.sh [-b BUILD] [-n] [-o FILE] [-t] [-s] [-y] [name ...]
 #
 #   -b BUILD  a build folder with LOCKSTEP_CUDA (default build-h200, made where it is not there)
+#   -n        build nothing: BUILD was made elsewhere, say on a machine that has the libraries' headers
 #   -o FILE   where the table goes too (default BUILD/h200.txt)
 #   -t        tests alone
 #   -s        the tests under compute-sanitizer too: some minutes
@@ -15,18 +16,20 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=build-h200
+building=true
 out=""
 tests_alone=false
 sanitize=false
 study=false
-while getopts "b:o:tsy" option; do
+while getopts "b:no:tsy" option; do
   case $option in
     b) build=$OPTARG ;;
+    n) building=false ;;
     o) out=$OPTARG ;;
     t) tests_alone=true ;;
     s) sanitize=true ;;
     y) study=true ;;
-    *) sed -n '2,14p' "$0"; exit 2 ;;
+    *) sed -n '2,15p' "$0"; exit 2 ;;
   esac
 done
 shift $((OPTIND - 1))
@@ -37,15 +40,20 @@ if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
   echo "h200: there is no NVIDIA GPU on this machine" >&2
   exit 1
 fi
-if [ ! -e "$build/build.ninja" ]; then
+if $building && [ ! -e "$build/build.ninja" ]; then
   cmake -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLOCKSTEP_CUDA=ON \
     -DCMAKE_CUDA_ARCHITECTURES=90a-real -DLOCKSTEP_PYTHON="$python" >/dev/null || exit 1
 fi
-# Always: the table names this commit.
-cmake --build "$build" --target device_test kernels_test rollout_test sync_test train_test \
-  recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench step_bench \
-  lockstep_cli ||
+# Always where it builds: the table names this commit.
+if $building; then
+  cmake --build "$build" --target device_test kernels_test rollout_test sync_test train_test \
+    recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench step_bench \
+    lockstep_cli || exit 1
+fi
+if [ ! -x "$build/kernels_test" ]; then
+  echo "h200: $build has no kernels_test: build it there, or leave out -n" >&2
   exit 1
+fi
 
 failed=0
 tests() {
