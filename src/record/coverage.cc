@@ -86,13 +86,14 @@ Coverage cover(std::span<const Trajectory> batch, const Agreement& agreement,
   coverage.tainted.resize(batch.size());
   coverage.tokens = static_cast<std::int64_t>(tokens.keys.size());
   std::vector<std::uint8_t> present(tokens.keys.size());
+  const ContractId contract = agreement.contract.id();
   for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
     for (const Site site : kSites) {
       const Place place = {Layer{layer}, site};
       const Encoding encoding = agreement.encoding(place);
       if (encoding == Encoding::kNone) continue;
       const RowLayout layout = agreement.layout(place, encoding);
-      trace.read(tokens.keys, agreement.contract.id(), {place, layout, {}}, present);
+      trace.read(tokens.keys, contract, {place, layout, {}}, present);
       count(place, present, tokens, coverage);
     }
   }

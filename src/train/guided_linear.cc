@@ -162,7 +162,7 @@ void Sites::audit(Place place, std::int64_t cols, const std::vector<Bf16>& befor
   const RowLayout layout = agreement_.layout(place, Encoding::kCodes);
   std::vector<std::uint8_t> bytes(keys.size() * static_cast<std::size_t>(layout.bytes()));
   std::vector<std::uint8_t> present(keys.size());
-  trace_->read(keys, agreement_.contract.id(),
+  trace_->read(keys, contract_,
                {place, layout, std::as_writable_bytes(std::span(bytes))}, present);
   const auto tokens = static_cast<std::int64_t>(keys.size());
   const std::int64_t rows = static_cast<std::int64_t>(before.size()) / cols;

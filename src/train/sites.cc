@@ -19,6 +19,7 @@ constexpr std::int64_t kDecodeTokens = 512;  // whose experts a task takes out o
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
              Tally* tally, Reveal reveal, OwnRoutes own)
     : agreement_(agreement),
+      contract_(agreement.contract.id()),
       qat_(qat),
       pack_(pack),
       trace_(trace),
@@ -90,7 +91,7 @@ void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
     std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
     std::uint8_t* const to = same ? bytes + at * width : room.data();
     std::uint8_t* const there = same ? present + at : flags.data();
-    trace_->read(keys.subspan(at, n), agreement_.contract.id(),
+    trace_->read(keys.subspan(at, n), contract_,
                  {place, layout, std::as_writable_bytes(std::span(to, n * width))},
                  std::span(there, n));
     if (same) return;

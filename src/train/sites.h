@@ -133,6 +133,7 @@ class Sites {
   void count_audit(Place place, std::span<const std::int64_t> counts, bool rounded) const;
 
   const Agreement& agreement_;
+  const ContractId contract_;  // agreement_.contract.id(), which is dear
   const Qat& qat_;
   const Pack& pack_;
   const TraceSource* trace_;

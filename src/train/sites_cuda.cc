@@ -123,7 +123,7 @@ Sites::There Sites::bring(Place place, const at::Device& device) const {
     there.code_layout = agreement_.layout(place, Encoding::kCodes);
     there.codes = pinned({std::ssize(keys), there.code_layout.bytes()}, at::kByte);
     there.codes_present = pinned({std::ssize(keys)}, at::kByte);
-    trace_->read(keys, agreement_.contract.id(),
+    trace_->read(keys, contract_,
                  {place, there.code_layout,
                   std::as_writable_bytes(std::span(bytes_of(there.codes), there.codes.nbytes()))},
                  std::span(bytes_of(there.codes_present), keys.size()));
