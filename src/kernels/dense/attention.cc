@@ -256,7 +256,7 @@ void attention(const AttentionArgs& args, Stream stream) {
       });
 }
 
-std::int32_t rows_of_tile(std::int32_t group) { return std::max(1, kMostGroup / group); }
+std::int32_t rows_of_tile(std::int32_t group) { return std::max(1, kTileQueries / group); }
 
 std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std::int32_t head_dim,
                                  std::int32_t longest) {

@@ -20,6 +20,13 @@ struct CombineParams {
   float value_scale;
 };
 
+/// Of 32 splits, one after another: a channel's sums, and of split `lane` top and total.
+struct Parts {
+  float sums[32];
+  float top = minus_infinity();
+  float total = 0.0f;
+};
+
 /// What attention_kernel does when it folds the splits itself, for one head of one row: the running
 /// maxima of 32 splits at once, the sums in their order. A thread a channel.
 template <int kDim>
@@ -32,18 +39,29 @@ __global__ void __launch_bounds__(kDim)
   const int splits = p.positions[row] / kSplitKeys + 1;
   const std::int64_t first = (row * p.heads + head) * p.splits;
   const float* const sums = p.sums + first * kDim + threadIdx.x;
+  const auto read = [&](int begin, Parts& parts) {  // all on their way together
+    parts.top = minus_infinity();
+    parts.total = 0.0f;
+    if (begin + lane < splits) {
+      const float2 both = reinterpret_cast<const float2*>(p.tops)[first + begin + lane];
+      parts.top = both.x;
+      parts.total = both.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      parts.sums[i] = begin + i < splits ? sums[std::int64_t{begin + i} * kDim] : 0.0f;
+    }
+  };
   float running = minus_infinity();
   float total = 0.0f;
   float sum = 0.0f;
+  Parts parts;
+  read(0, parts);
   for (int begin = 0; begin < splits; begin += 32) {
     const int count = min(32, splits - begin);
-    float top = minus_infinity();
-    float own_total = 0.0f;
-    if (lane < count) {
-      top = p.tops[2 * (first + begin + lane)];
-      own_total = p.tops[2 * (first + begin + lane) + 1];
-    }
-    float now = fmaxf(running, top);  // the greatest up to and with this split
+    Parts next;
+    read(begin + 32, next);
+    float now = fmaxf(running, parts.top);  // the greatest up to and with this split
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(kAll, now, static_cast<unsigned>(step));
       if (lane >= step) now = fmaxf(now, before);
@@ -51,22 +69,18 @@ __global__ void __launch_bounds__(kDim)
     float before = __shfl_up_sync(kAll, now, 1);
     if (lane == 0) before = running;
     const float factor = shrink(before, now);
-    const float more = shrink(top, now);
-    float parts[32];  // on their way together
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      parts[i] = i < count ? sums[std::int64_t{begin + i} * kDim] : 0.0f;
-    }
+    const float more = shrink(parts.top, now);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const float a = __shfl_sync(kAll, factor, i);
       const float b = __shfl_sync(kAll, more, i);
-      const float part_total = __shfl_sync(kAll, own_total, i);
+      const float part_total = __shfl_sync(kAll, parts.total, i);
       if (i >= count) continue;
       total = fold(total, a, part_total, b);
-      sum = fold(sum, a, parts[i], b);
+      sum = fold(sum, a, parts.sums[i], b);
     }
     running = __shfl_sync(kAll, now, 31);
+    parts = next;
   }
   p.out[row * p.out_stride + head * kDim + static_cast<int>(threadIdx.x)] =
       to_bf16(__fdiv_rn(__fmul_rn(sum, p.value_scale), total));
@@ -83,6 +97,8 @@ void combine(const AttentionParams& p, int dim, std::int64_t rows, Stream stream
   cuda::launch_beside("combine_splits_kernel", kernel, grid, dim3(static_cast<unsigned>(dim)), 0,
                       stream, params);
 }
+
+constexpr std::int64_t kMostItems = std::int64_t{1} << 30;
 
 KvFormat format_of(const Quantizer& rule) {
   if (!rule.quantizes()) return KvFormat::kBf16;
@@ -103,6 +119,11 @@ void check(const AttentionArgs& args) {
     throw Error(
         "attention: K and V have different rules or pages; on a CUDA device both are alike");
   }
+  if (reinterpret_cast<std::uintptr_t>(args.q.data) % 16 != 0 || args.q.stride[0] % 8 != 0) {
+    throw Error(
+        "attention: a row of q does not begin at a multiple of 16 bytes, as a CUDA device "
+        "needs it");
+  }
   if (args.rows.table.empty() || args.rows.longest < 1 ||
       args.rows.longest > args.rows.table.shape[1] * args.k.page_tokens) {
     throw Error(cat({"attention: rows.longest is ", args.rows.longest, ", the table has ",
@@ -115,6 +136,7 @@ void check(const AttentionArgs& args) {
 void lay_out(const AttentionArgs& args, AttentionParams& p) {
   const std::int32_t heads = args.num_kv_heads;
   p.block_heads = heads % kMostHeads == 0 ? kMostHeads : heads % 2 == 0 ? 2 : 1;
+  p.head_blocks = heads / p.block_heads;
   const Quantizer& rule = args.k.rule;
   const std::int32_t dim = args.head_dim;
   const auto codes =
@@ -140,13 +162,11 @@ void lay_out(const AttentionArgs& args, AttentionParams& p) {
 }
 
 /// Whether splits go to blocks of their own. It changes no bit.
-bool takes_splits_apart(const AttentionArgs& args, std::int64_t tiles, std::int32_t block_heads) {
+bool takes_splits_apart(const AttentionArgs& args) {
   const std::int64_t wanted =
       attention_workspace(args.q.shape[0], args.num_heads, args.head_dim, args.rows.longest);
-  if (static_cast<std::int64_t>(args.workspace.size()) < wanted) return false;
-  if (splits_of(args.rows.longest) == 1) return false;
-  const std::int64_t blocks = tiles * (args.num_kv_heads / block_heads);
-  return args.rows.tiles.empty() || blocks < 2 * cuda::multiprocessors(args.q.device.index);
+  return args.rows.tiles.empty() && splits_of(args.rows.longest) > 1 &&
+         static_cast<std::int64_t>(args.workspace.size()) >= wanted;
 }
 
 }  // namespace
@@ -179,17 +199,27 @@ void attention_cuda(const AttentionArgs& args, Stream stream) {
                              fp16 ? args.k.exponent + code_shift : 0);
   p.value_scale = std::ldexp(1.0f, fp16 ? args.v.exponent + code_shift : 0);
   lay_out(args, p);
-  const auto tiles = p.tiles == nullptr ? rows : static_cast<std::int64_t>(args.rows.tiles.size());
-  if (takes_splits_apart(args, tiles, p.block_heads)) {
+  if (takes_splits_apart(args)) {
     p.sums = reinterpret_cast<float*>(args.workspace.data());
     p.tops = p.sums + rows * p.heads * p.splits * args.head_dim;
   }
-  const int groups = p.group > 8 || p.tiles != nullptr ? 2 : 1;
+  const auto tiles = static_cast<std::int64_t>(args.rows.tiles.size());
+  const std::int64_t items = p.tiles != nullptr
+                                 ? tiles * args.num_kv_heads
+                                 : rows * p.head_blocks * (p.sums == nullptr ? 1 : p.splits);
+  if (items > kMostItems) {
+    throw Error(cat({"attention: ", rows, " rows over ", args.rows.longest,
+                     " tokens; a CUDA device takes fewer at a time"}));
+  }
+  p.rows = static_cast<std::int32_t>(rows);
+  p.tile_count = static_cast<std::int32_t>(tiles);
+  p.items = static_cast<std::int32_t>(items);
+  const int groups = p.group > 8 ? 2 : 1;
   const auto launch = format == KvFormat::kNvfp4   ? launch_attention_nvfp4
                       : format == KvFormat::kMxfp4 ? launch_attention_mxfp4
                       : format == KvFormat::kE4m3  ? launch_attention_e4m3
                                                    : launch_attention_bf16;
-  launch(p, args.head_dim, groups, static_cast<unsigned>(tiles), stream.handle);
+  launch(p, args.head_dim, groups, args.q.device.index, stream.handle);
   if (p.sums != nullptr) combine(p, args.head_dim, rows, stream);
 }
 

@@ -25,7 +25,8 @@ struct KvSide {
   std::int64_t page_bytes;
 };
 
-/// A block of threads takes one tile's queries against `block_heads` KV heads, a warp each.
+/// Decoding, a block of threads takes one row's queries against `block_heads` KV heads, two warps
+/// each; with `tiles`, those of a tile against one KV head, 16 to a warp.
 struct AttentionParams {
   const Bf16* q;
   Bf16* out;
@@ -38,7 +39,7 @@ struct AttentionParams {
   const std::int32_t* table;
   std::int64_t table_stride;
   const RowTile* tiles;  // or null: a row each
-  float* sums;  // [rows, heads, splits, dim], or null: a block folds all splits of its tile
+  float* sums;  // [rows, heads, splits, dim], or null: a block folds all splits of what it has
   float* tops;  // [rows, heads, splits, 2]: the greatest score and the total
   std::int32_t heads;
   std::int32_t group;  // heads that share a KV head
@@ -52,22 +53,26 @@ struct AttentionParams {
   std::int32_t scale_offset;  // likewise
   std::int32_t scales_at;     // in a row of the cache
   std::int32_t block_heads;
-  float score_scale;  // to the base-2 logarithm
+  std::int32_t head_blocks;
+  std::int32_t rows;
+  std::int32_t tile_count;
+  std::int32_t items;  // tiles by KV heads; or rows by blocks of heads, by splits that go apart
+  float score_scale;   // to the base-2 logarithm
   float value_scale;
   KvCopy copy;
 };
 
-/// Starts the kernel for one format; `dim` is 32, 64 or 128, `groups` of 8 queries 1 or 2.
-void launch_attention_nvfp4(const AttentionParams& p, int dim, int groups, unsigned tiles,
+/// Starts the kernel for one format; `dim` is 32, 64 or 128, `groups` of 8 queries a row 1 or 2.
+void launch_attention_nvfp4(const AttentionParams& p, int dim, int groups, int device,
                             void* stream);
-void launch_attention_mxfp4(const AttentionParams& p, int dim, int groups, unsigned tiles,
+void launch_attention_mxfp4(const AttentionParams& p, int dim, int groups, int device,
                             void* stream);
-void launch_attention_e4m3(const AttentionParams& p, int dim, int groups, unsigned tiles,
-                           void* stream);
-void launch_attention_bf16(const AttentionParams& p, int dim, int groups, unsigned tiles,
-                           void* stream);
+void launch_attention_e4m3(const AttentionParams& p, int dim, int groups, int device, void* stream);
+void launch_attention_bf16(const AttentionParams& p, int dim, int groups, int device, void* stream);
 
-inline constexpr std::int32_t kMostGroup = 16;  // heads that share a KV head
+inline constexpr std::int32_t kMostGroup = 16;    // heads that share a KV head
+inline constexpr std::int32_t kTileQueries = 64;  // of a tile's rows, at most
+inline constexpr std::int32_t kHalfKeys = kSplitKeys / 2;
 
 constexpr std::int32_t splits_of(std::int32_t longest) {
   return (std::max(longest, 1) + kSplitKeys - 1) / kSplitKeys;

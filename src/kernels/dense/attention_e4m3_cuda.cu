@@ -1,11 +1,10 @@
-#include "device/cuda/check.h"
 #include "kernels/dense/attention_kernel_cuda.h"
 
 namespace lockstep::kernels {
 
-void launch_attention_e4m3(const AttentionParams& p, int dim, int groups, unsigned tiles,
+void launch_attention_e4m3(const AttentionParams& p, int dim, int groups, int device,
                            void* stream) {
-  launch_format<KvFormat::kE4m3>(p, dim, groups, tiles, stream);
+  launch_format<KvFormat::kE4m3>(p, dim, groups, device, stream);
 }
 
 }  // namespace lockstep::kernels

@@ -3,472 +3,295 @@
 
 #include <cstdint>
 
+#include "device/cuda/beside.h"
+#include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
 #include "kernels/dense/attention_loader_cuda.h"
-#include "kernels/dense/attention_mma_cuda.h"
+#include "kernels/dense/attention_prefill_cuda.h"
+#include "kernels/dense/attention_queries_cuda.h"
 
 namespace lockstep::kernels {
 
-inline constexpr int kMostHeads = 4;  // KV heads of a block of threads: a warp each
+inline constexpr int kMostHeads = 4;  // KV heads of a block of threads
+/// Of a block: a warp for each half of a split and head, and four of which one loads.
+inline constexpr int kBlockThreads = 32 * 3 * kMostHeads;
 
-/// Key blocks in shared memory: those that warps read, which may be one apart, and those on their
-/// way.
-constexpr int stages_of(KvFormat format) {
-  return format == KvFormat::kBf16 || format == KvFormat::kNvfp4 ? 3 : 4;
-}
 /// Blocks of threads that a multiprocessor holds at a time.
 constexpr int residents_of(KvFormat format, int groups) {
-  return groups > 1 ? 2 : format == KvFormat::kNvfp4 ? 4 : 3;
+  return groups == 1 && format == KvFormat::kNvfp4 ? 2 : 1;
+}
+/// Key blocks in shared memory.
+constexpr int stages_of(KvFormat format, int groups) {
+  if (format == KvFormat::kBf16) return groups == 1 ? 5 : 4;
+  return format == KvFormat::kNvfp4 && groups == 1 ? 4 : 5;
 }
 
-inline constexpr unsigned kAll = 0xFFFFFFFFu;
+/// A piece of work: a row against a block's heads, one split of it where splits go apart.
+struct AttentionItem {
+  int row;
+  int head_block;
+  int split;  // or 0
 
-/// Scores are base-2 logarithms. The maximum that probabilities are relative to moves when it is
-/// exceeded by more than this, so that sums seldom have to be scaled.
-inline constexpr float kSlack = 8.0f;
-
-__device__ inline float minus_infinity() { return float_of(0xFF800000u); }
-
-__device__ inline float exp2_of(float x) {
-  float y = 0.0f;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// By what sums under `top` are multiplied to be under `now`, which is not less.
-__device__ inline float shrink(float top, float now) {
-  return top == minus_infinity() ? 0.0f : exp2_of(top - now);
-}
-
-/// Sums of some keys under the greatest score; those of later keys are folded into those of earlier
-/// ones by this alone, wherever it happens.
-__device__ inline float fold(float sum, float factor, float more, float more_factor) {
-  return __fmaf_rn(more, more_factor, __fmul_rn(sum, factor));
-}
-
-/// A warp's queries against one KV head: kGroups times 8 of them, a row's heads side by side.
-template <KvFormat kFormat, int kDim, int kGroups>
-class Queries {
- public:
-  static constexpr int kSteps = kDim / 16;
-  static constexpr int kKeys = keys_at_once(kFormat);
-  static constexpr int kTiles = kKeys / 8;
-  static constexpr bool kFp16 = kRunsInFp16<kFormat>;
-
-  __device__ Queries(const AttentionParams& p, const RowTile& tile, int kv_head)
-      : p_(p), tile_(tile), kv_head_(kv_head), lane_(static_cast<int>(threadIdx.x) & 31) {
-    least_ = 0x7FFFFFFF;
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) load(h);
-    least_ = __reduce_min_sync(kAll, least_);
+  /// The index-th. Splits run slowest, so that those which are empty come last.
+  __device__ AttentionItem(const AttentionParams& p, int index) {
+    const int rest = index / p.rows;
+    row = index - rest * p.rows;
+    split = rest / p.head_blocks;
+    head_block = rest - split * p.head_blocks;
   }
-
-  /// The row of tile_ and the head of a query; no row where there is no such query.
-  __device__ bool exists(int query) const { return query < tile_.rows * p_.group; }
-  __device__ std::int64_t row(int query) const { return tile_.first + query / p_.group; }
-  __device__ int head(int query) const { return kv_head_ * p_.group + query % p_.group; }
-
-  __device__ void clear() {
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      top_[h] = minus_infinity();
-      total_[h] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums_[h][i][j] = 0.0f;
-      }
-    }
-  }
-
-  /// Keys at positions first.. of which rows lie `stride` apart.
-  __device__ void take(const unsigned char* keys, const unsigned char* values, int scales_at,
-                       int codes_at, int first) {
-    float s[kTiles][2 * kGroups];
-    scores(keys + codes_at, keys + scales_at, s);
-    softmax(first, s);
-    add_values(values + codes_at, values + scales_at, s);
-  }
-
-  /// What is left of the totals of threads that share a query.
-  __device__ void finish_totals() {
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      total_[h] += __shfl_xor_sync(kAll, total_[h], 1);
-      total_[h] += __shfl_xor_sync(kAll, total_[h], 2);
-    }
-  }
-
-  /// This split's sums where the combining kernel finds them.
-  __device__ void store_split(int split) const {
-    const int g = lane_ >> 2;
-    const int t = lane_ & 3;
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      if (t == 0 && exists(8 * h + g)) {
-        float* const tops = p_.tops + 2 * slot(8 * h + g, split);
-        tops[0] = top_[h];
-        tops[1] = total_[h];
-      }
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int query = 8 * h + 2 * t + odd;
-        if (!exists(query)) continue;
-        float* const to = p_.sums + slot(query, split) * kDim + g * (kDim / 8);
-#pragma unroll
-        for (int i = 0; i < kSteps; i += 2) {
-          *reinterpret_cast<float4*>(to + 2 * i) =
-              make_float4(sums_[h][i][odd], sums_[h][i][2 + odd], sums_[h][i + 1][odd],
-                          sums_[h][i + 1][2 + odd]);
-        }
-      }
-    }
-  }
-
-  /// Folds this split into `totals` [8 * kGroups, kDim], of which each thread touches its own.
-  __device__ void fold_split(bool is_first, float* totals) {
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      const float top = is_first ? minus_infinity() : row_top_[h];
-      const float now = fmaxf(top, top_[h]);
-      const float factor = shrink(top, now);
-      const float more = shrink(top_[h], now);
-      row_total_[h] = fold(is_first ? 0.0f : row_total_[h], factor, total_[h], more);
-      row_top_[h] = now;
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int query = 2 * (lane_ & 3) + odd;
-        const float a = __shfl_sync(kAll, factor, 4 * query);
-        const float b = __shfl_sync(kAll, more, 4 * query);
-        float* const to = totals + (8 * h + query) * kDim + (lane_ >> 2) * (kDim / 8);
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float* const sum = to + 2 * i + j;
-            *sum = fold(is_first ? 0.0f : *sum, a, sums_[h][i][2 * j + odd], b);
-          }
-        }
-      }
-    }
-  }
-
-  __device__ void store_folded(const float* totals) const {
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int query = 2 * (lane_ & 3) + odd;
-        const float total = __shfl_sync(kAll, row_total_[h], 4 * query);
-        if (!exists(8 * h + query)) continue;
-        const int channel = (lane_ >> 2) * (kDim / 8);
-        const float* const from = totals + (8 * h + query) * kDim + channel;
-        Bf16* const to =
-            p_.out + row(8 * h + query) * p_.out_stride + head(8 * h + query) * kDim + channel;
-#pragma unroll
-        for (int i = 0; i < kDim / 8; ++i) {
-          to[i] = to_bf16(__fdiv_rn(__fmul_rn(from[i], p_.value_scale), total));
-        }
-      }
-    }
-  }
-
- private:
-  __device__ std::int64_t slot(int query, int split) const {
-    return (row(query) * p_.heads + head(query)) * p_.splits + split;
-  }
-
-  /// Queries of thread row g of group h: operands, limit, and the factor of their scores.
-  __device__ void load(int h) {
-    const int query = 8 * h + (lane_ >> 2);
-    const bool there = exists(query);
-    limit_[h] = there ? p_.positions[row(query)] : -1;
-    if (there) least_ = min(least_, limit_[h]);
-    const Bf16* const q =
-        there ? p_.q + row(query) * p_.q_stride + head(query) * std::int64_t{kDim} : nullptr;
-    float x[kSteps][2][2];
-    float most = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int reg = 0; reg < 2; ++reg) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int channel = channel_of<kFormat, kDim>(lane_ & 3, step, reg, half);
-          x[step][reg][half] = there ? to_float(q[channel]) : 0.0f;
-          most = fmaxf(most, fabsf(x[step][reg][half]));
-        }
-      }
-    }
-    factor_[h] = p_.score_scale;
-    float up = 1.0f;
-    if constexpr (kFp16) {  // the greatest comes to 2^14, so that FP16 loses nothing that counts
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      int shift = 14 + 127 - static_cast<int>(float_bits(most) >> 23);
-      shift = most == 0.0f ? 0 : max(-100, min(100, shift));
-      up = float_of(static_cast<std::uint32_t>(127 + shift) << 23);
-      factor_[h] *= float_of(static_cast<std::uint32_t>(127 - shift) << 23);
-    }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int reg = 0; reg < 2; ++reg) {
-        q_[step][2 * h + reg] = round_pair<kFp16>(x[step][reg][0] * up, x[step][reg][1] * up);
-      }
-    }
-  }
-
-  __device__ void scores(const unsigned char* codes, const unsigned char* scales,
-                         float (&s)[kTiles][2 * kGroups]) const {
-    const int row = key_of_column<kFormat>(lane_ >> 2) * p_.stride;
-    Key<kFormat, kDim> key[kTiles];
-    // Even and odd steps apart. A product has room for 16 queries: with 8, those of an even step
-    // stand beside those of the next one, so that one operand serves both.
-    float d[kTiles][2][4] = {};
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int at = row + 8 * tile * p_.stride;
-      key[tile].read(codes + at, scales + at, lane_ & 3);
-    }
-#pragma unroll
-    for (int j = 0; j < kSteps / 2; ++j) {
-      std::uint32_t b[kTiles][2][2];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) key[tile].part(j, b[tile]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const auto& q = kGroups == 2 ? q_[2 * j + i] : q_[2 * j];
-        const auto& other = q_[2 * j + 1];
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          multiply_add<kFp16>(d[tile][i], q[0], kGroups == 2 ? q[2 * kGroups - 2] : other[0], q[1],
-                              kGroups == 2 ? q[2 * kGroups - 1] : other[1], b[tile][i][0],
-                              b[tile][i][1]);
-        }
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2 * kGroups; ++i) {
-        s[tile][i] = d[tile][0][i] + d[tile][1][kGroups == 2 ? i : 2 + i];
-      }
-    }
-  }
-
-  /// Scores become probabilities relative to 2^top_.
-  __device__ void softmax(int first, float (&s)[kTiles][2 * kGroups]) {
-    const int t = lane_ & 3;
-    const bool all_seen = first + kKeys - 1 <= least_;
-    bool moved = false;
-    float shrinks[kGroups];
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      float most = minus_infinity();
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& x = s[tile][2 * h + odd];
-          x *= factor_[h];
-          if (!all_seen) {
-            const int key = first + 8 * tile + key_of_column<kFormat>(2 * t + odd);
-            x = key <= limit_[h] ? x : minus_infinity();
-          }
-          most = fmaxf(most, x);
-        }
-      }
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      shrinks[h] = 1.0f;
-      if (most > top_[h] + kSlack) {
-        shrinks[h] = shrink(top_[h], most);
-        top_[h] = most;
-        moved = true;
-      }
-    }
-    if (__any_sync(kAll, moved)) scale_sums(shrinks);
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      const float top = top_[h] == minus_infinity() ? 0.0f : top_[h];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& x = s[tile][2 * h + odd];
-          x = exp2_of(x - top);
-          total_[h] += x;
-        }
-      }
-    }
-  }
-
-  __device__ void scale_sums(const float (&shrinks)[kGroups]) {
-#pragma unroll
-    for (int h = 0; h < kGroups; ++h) {
-      total_[h] *= shrinks[h];
-      const float even = __shfl_sync(kAll, shrinks[h], 8 * (lane_ & 3));
-      const float odd = __shfl_sync(kAll, shrinks[h], 8 * (lane_ & 3) + 4);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        sums_[h][i][0] *= even;
-        sums_[h][i][1] *= odd;
-        sums_[h][i][2] *= even;
-        sums_[h][i][3] *= odd;
-      }
-    }
-  }
-
-  /// Probabilities in two parts, so that their rounding does not count; the small part first.
-  __device__ void add_values(const unsigned char* codes, const unsigned char* scales,
-                             const float (&p)[kTiles][2 * kGroups]) {
-    const int t = lane_ & 3;
-    const int even_row = key_of_column<kFormat>(2 * t) * p_.stride;
-    const int odd_row = key_of_column<kFormat>(2 * t + 1) * p_.stride;
-#pragma unroll
-    for (int u = 0; u < kTiles / 2; ++u) {
-      const int at = 16 * u * p_.stride;
-      const int next = at + 8 * p_.stride;
-      std::uint32_t a[kSteps][4];
-      read_values<kFormat, kDim>({codes + at + even_row, codes + at + odd_row,
-                                  codes + next + even_row, codes + next + odd_row},
-                                 {scales + at + even_row, scales + at + odd_row,
-                                  scales + next + even_row, scales + next + odd_row},
-                                 lane_ >> 2, a);
-#pragma unroll
-      for (int h = 0; h < kGroups; ++h) {
-        std::uint32_t high[2];
-        std::uint32_t low[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float x = p[2 * u + i][2 * h];
-          const float y = p[2 * u + i][2 * h + 1];
-          high[i] = round_pair<kFp16>(x, y);
-          float x_high = 0.0f;
-          float y_high = 0.0f;
-          widen_pair<kFp16>(high[i], x_high, y_high);
-          low[i] = round_pair<kFp16>(x - x_high, y - y_high);
-        }
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          multiply_add<kFp16>(sums_[h][i], a[i][0], a[i][1], a[i][2], a[i][3], low[0], low[1]);
-        }
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          multiply_add<kFp16>(sums_[h][i], a[i][0], a[i][1], a[i][2], a[i][3], high[0], high[1]);
-        }
-      }
-    }
-  }
-
-  const AttentionParams& p_;
-  RowTile tile_;
-  int kv_head_;
-  int lane_;
-  int least_;  // position of a query
-  int limit_[kGroups];
-  float factor_[kGroups];
-  std::uint32_t q_[kSteps][2 * kGroups];
-  float top_[kGroups], total_[kGroups];
-  float row_top_[kGroups], row_total_[kGroups];
-  float sums_[kGroups][kSteps][4];
 };
 
-template <KvFormat kFormat, int kDim, int kGroups>
-__global__ void __launch_bounds__(32 * kMostHeads, residents_of(kFormat, kGroups))
-    attention_kernel(const __grid_constant__ AttentionParams p) {
-  constexpr int kKeys = keys_at_once(kFormat);
-  extern __shared__ __align__(128) unsigned char shared[];
-  const bool folds = p.sums == nullptr;
-  const std::int64_t index = folds ? blockIdx.x : blockIdx.x / static_cast<unsigned>(p.splits);
-  const RowTile tile =
-      p.tiles == nullptr ? RowTile{static_cast<std::int32_t>(index), 1} : p.tiles[index];
-  const int last = p.positions[tile.first + tile.rows - 1];
-  const int first_split =
-      folds ? 0 : static_cast<int>(blockIdx.x % static_cast<unsigned>(p.splits));
-  const int end_split = folds ? last / kSplitKeys + 1 : first_split + 1;
-  if (first_split * kSplitKeys > last) return;
+/// Where a warp is among the splits of its block's items.
+struct WalkState {
+  int index;  // of the item
+  int later;  // splits of it that are behind
+  int end;    // keys that the row sees
+};
 
-  constexpr int kStages = stages_of(kFormat);
-  const SharedLayout layout(p, kDim, 8 * kGroups, kKeys, kStages);
-  Loader<kKeys, kStages> loader(p, shared, layout);
-  loader.start_barriers();
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  Queries<kFormat, kDim, kGroups> queries(p, tile,
-                                          static_cast<int>(blockIdx.y) * p.block_heads + warp);
-  const int codes_at = warp * (p.code_bytes / p.block_heads);
-  const int scales_at = p.code_bytes + warp * (p.scale_bytes / p.block_heads);
-  float* const totals =
-      reinterpret_cast<float*>(shared + layout.totals) + warp * 8 * kGroups * kDim;
-  const std::int32_t* const table = p.table + p.sequence[tile.first] * p.table_stride;
+/// In shared memory: the warps that take keys have no registers for what they seldom need.
+using SharedWalkState = volatile WalkState;
 
-  int taken = 0;  // key blocks of the splits before
-  for (int split = first_split; split < end_split; ++split) {
-    const int begin = split * kSplitKeys;
-    const int end = min(begin + kSplitKeys, last + 1);
-    const int blocks = (end - begin + kKeys - 1) / kKeys;
-    const auto start = [&](int block) {  // warps take turns
-      if (p.copy == KvCopy::kBytes || block >= blocks || warp != block % p.block_heads) return;
-      loader.start(taken + block, block, min(kKeys, end - begin - block * kKeys));
-    };
-    __syncthreads();
-    loader.find(table, begin, end);
-    __syncthreads();
-    for (int block = 0; block < kStages - 2; ++block) start(block);
-    queries.clear();
-    for (int block = 0; block < blocks; ++block) {
-      const int first = begin + block * kKeys;
-      const int count = min(kKeys, end - first);
-      const int at = taken + block;
-      start(block + kStages - 2);
-      if (p.copy == KvCopy::kBytes) {
-        __syncthreads();
-        loader.copy_now(at, first, count);
-        __syncthreads();
-      } else {
-        loader.wait(at);
-      }
-      if (count < kKeys) loader.clear_values(at, count, codes_at, scales_at);
-      queries.take(loader.keys(at), loader.values(at), scales_at, codes_at, first);
-      loader.release(at);
+/// Goes over the splits that have keys.
+template <typename State>
+class Walk {
+ public:
+  __device__ Walk(const AttentionParams& p, State* at) : p_(p), at_(at) {
+    at_->index = static_cast<int>(blockIdx.x);
+    at_->later = 0;
+  }
+
+  /// Goes on to a split with keys; false: there is none.
+  __device__ bool find() {
+    for (int index = at_->index; index < p_.items; index += static_cast<int>(gridDim.x)) {
+      const AttentionItem item(p_, index);
+      const int end = p_.positions[item.row] + 1;
+      if ((item.split + at_->later) * kSplitKeys >= end) continue;
+      at_->index = index;
+      at_->end = end;
+      return true;
     }
-    taken += blocks;
-    queries.finish_totals();
-    if (folds) {
-      queries.fold_split(split == 0, totals);
+    return false;
+  }
+  __device__ void next() {
+    if (p_.sums == nullptr && (at_->later + 1) * kSplitKeys < at_->end) {
+      at_->later = at_->later + 1;
     } else {
-      queries.store_split(split);
+      at_->later = 0;
+      at_->index = at_->index + static_cast<int>(gridDim.x);
     }
   }
-  if (folds) queries.store_folded(totals);
+
+  __device__ AttentionItem item() const { return AttentionItem(p_, at_->index); }
+  __device__ int split() const { return item().split + at_->later; }
+  __device__ bool is_last() const { return (split() + 1) * kSplitKeys >= at_->end; }
+  __device__ int end() const { return at_->end; }
+
+ private:
+  const AttentionParams& p_;
+  State* at_;
+};
+
+/// Key blocks of a split, taken in turn from its halves as long as both have some.
+template <int kKeys>
+struct SplitBlocks {
+  int begin;  // of the split
+  int end;    // of its keys
+
+  __device__ SplitBlocks(int split, int last)
+      : begin(split * kSplitKeys), end(min(begin + kSplitKeys, last)) {}
+  __device__ int count(int half) const {
+    const int keys = half == 0 ? min(end - begin, kHalfKeys) : max(end - begin - kHalfKeys, 0);
+    return (keys + kKeys - 1) / kKeys;
+  }
+  __device__ int blocks() const { return count(0) + count(1); }
+};
+
+template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
+struct AttentionShape {
+  static constexpr int kKeys = keys_at_once(kFormat);
+  static constexpr int kStages = stages_of(kFormat, kGroups);
+  static constexpr int kStride = kHeads > 0 ? HeadBytes<kFormat, kDim>::stride_of(kHeads) : 0;
+  using WarpQueries = Queries<kFormat, kDim, kGroups>;
+  using Rows = RowsOfBlock<kFormat, kDim, kHeads>;
+  static constexpr int kOwn = WarpQueries::kOwn;
+  static constexpr int kQueries = WarpQueries::kKeepsShared ? 16 * kDim : 0;
+  static constexpr int kKept = WarpQueries::template kKeptBytes<kOwn>;
+  using BlockRing = Ring<kStages>;
+  using BlockLoader = Loader<kKeys, kStages, kStride>;
+  using Blocks = SplitBlocks<kKeys>;
+
+  static __host__ __device__ int stride(const AttentionParams& p) {
+    return kHeads > 0 ? kStride : p.stride;
+  }
+  static __host__ __device__ SharedLayout layout(const AttentionParams& p) {
+    const int heads = kHeads > 0 ? kHeads : p.block_heads;
+    return SharedLayout(p, heads, kQueries, 2 * kKept, 2 * kKeys * stride(p), kStages);
+  }
+};
+
+/// By the warp that loads.
+template <typename Shape>
+__device__ inline void load_items(const AttentionParams& p, const typename Shape::BlockRing& ring,
+                                  unsigned char* shared, const SharedLayout& layout) {
+  typename Shape::BlockLoader loader(p, ring, shared, layout);
+  WalkState state;
+  int number = 0;
+  for (Walk<WalkState> walk(p, &state); walk.find(); walk.next()) {
+    const AttentionItem item = walk.item();
+    const std::int32_t sequence = p.sequence[item.row];
+    const typename Shape::Blocks blocks(walk.split(), walk.end());
+    loader.find(p.table + sequence * p.table_stride, blocks.begin, blocks.end, item.head_block);
+    PagePlace place[2] = {loader.place(blocks.begin), loader.place(blocks.begin + kHalfKeys)};
+    for (int i = 0; i < blocks.count(0); ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (i >= blocks.count(half)) continue;
+        const int first = blocks.begin + half * kHalfKeys + i * Shape::kKeys;
+        loader.start(number++, place[half], min(Shape::kKeys, blocks.end - first));
+        place[half].advance(Shape::kKeys, p.page_tokens);
+      }
+    }
+  }
 }
 
-template <KvFormat kFormat, int kDim, int kGroups>
-void launch_one(const AttentionParams& p, unsigned tiles, void* stream) {
-  const auto kernel = attention_kernel<kFormat, kDim, kGroups>;
-  const SharedLayout layout(p, kDim, 8 * kGroups, keys_at_once(kFormat), stages_of(kFormat));
-  cuda::require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes),
-      "cudaFuncSetAttribute");
-  const unsigned splits = p.sums == nullptr ? 1u : static_cast<unsigned>(p.splits);
-  const unsigned head_blocks = static_cast<unsigned>(p.heads / p.group / p.block_heads);
-  kernel<<<dim3(tiles * splits, head_blocks), static_cast<unsigned>(32 * p.block_heads),
-           static_cast<std::size_t>(layout.bytes), static_cast<cudaStream_t>(stream)>>>(p);
+/// Which half of each split and which head of the block a warp has.
+struct WarpRole {
+  int half;
+  int head;
+
+  __device__ WarpRole() {
+    unsigned thread = 0;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    half = static_cast<int>(thread / 32) / kMostHeads;
+    head = static_cast<int>(thread / 32) % kMostHeads;
+  }
+};
+
+/// After the last key of a split.
+template <typename Shape>
+__device__ inline void end_split(const AttentionParams& p, const Walk<SharedWalkState>& walk,
+                                 typename Shape::WarpQueries& queries, unsigned char* shared) {
+  using WarpQueries = typename Shape::WarpQueries;
+  constexpr int kOwn = Shape::kOwn;
+  const SharedLayout layout = Shape::layout(p);
+  const WarpRole role;
+  const auto kept = [&](int area, int half) {
+    return WarpQueries::template kept_at<kOwn>(shared + area +
+                                               (2 * role.head + half) * Shape::kKept);
+  };
+  queries.finish_totals();
+  typename WarpQueries::template Sums<kOwn> own;
+  if (role.half == 0) {
+    queries.template meet<0>(kept(layout.meetings, 0), kept(layout.meetings, 1), 1 + role.head,
+                             own);
+  } else {
+    queries.template meet<1>(kept(layout.meetings, 1), kept(layout.meetings, 0), 1 + role.head,
+                             own);
+  }
+  if (p.sums != nullptr) return queries.store_split(walk.split(), role.half, own);
+  const KeptSums totals = kept(layout.totals, role.half);
+  queries.template fold_split<kOwn>(walk.split() == 0, totals, own);
+  if (walk.is_last()) queries.template store_folded<kOwn>(totals, role.half * kOwn);
+}
+
+/// By a warp with one half of each split for one head.
+template <typename Shape>
+__device__ inline void take_items(const AttentionParams& p, const typename Shape::BlockRing& ring,
+                                  int heads, unsigned char* shared, SharedWalkState* state) {
+  const SharedLayout layout = Shape::layout(p);
+  auto* const lane_offsets = reinterpret_cast<const LaneOffsets*>(shared + layout.offsets);
+  int number = 0;  // of the split's first key block
+  for (Walk<SharedWalkState> walk(p, state); walk.find(); walk.next()) {
+    const WarpRole role;
+    const AttentionItem item = walk.item();
+    typename Shape::WarpQueries queries(
+        p, RowTile{item.row, 1}, item.head_block * heads + role.head, 0,
+        shared + layout.queries + (role.half * heads + role.head) * Shape::kQueries);
+    queries.clear();
+    const typename Shape::Blocks blocks(walk.split(), walk.end());
+    const int after = number + blocks.blocks();
+    const int both = number + 2 * blocks.count(1);  // until here the halves take turns
+    int first = blocks.begin + role.half * kHalfKeys;
+    for (number += role.half; number < (role.half == 0 ? after : both);
+         number += number < both ? 2 : 1) {
+      ring.wait_full(number);
+      const ReadOffsets offsets = lane_offsets->of(queries.lane());
+      queries.take(typename Shape::Rows(p, ring.stage(number), role.head, offsets), first);
+      ring.release(number, queries.lane());
+      first += Shape::kKeys;
+    }
+    number = after;
+    end_split<Shape>(p, walk, queries, shared);
+  }
+}
+
+/// Registers of the warps that take keys; the four others make room for them. More than a block
+/// starts with would never be given.
+constexpr int registers_of(int residents) { return residents == 2 ? 104 : 232; }
+inline constexpr int kLoadingRegisters = 32;
+constexpr bool has_registers(int residents) {
+  const int at_start = 65536 / (kBlockThreads * residents) / 8 * 8;
+  return 2 * registers_of(residents) + kLoadingRegisters <= 3 * at_start;
+}
+static_assert(has_registers(1) && has_registers(2));
+
+template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
+__global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups))
+    attention_kernel(const __grid_constant__ AttentionParams p) {
+  using Shape = AttentionShape<kFormat, kDim, kGroups, kHeads>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int heads = kHeads > 0 ? kHeads : p.block_heads;
+  const SharedLayout layout = Shape::layout(p);
+  const typename Shape::BlockRing ring(shared, layout);
+  ring.start(heads);
+  if (threadIdx.x < 32) {
+    reinterpret_cast<LaneOffsets*>(shared + layout.offsets)
+        ->fill<kFormat, kDim>(static_cast<int>(threadIdx.x), Shape::stride(p));
+  }
+  cuda::release_successor();  // it is launched after all before it has ended
+  __syncthreads();
+  const int head = static_cast<int>(threadIdx.x) / 32 % kMostHeads;
+  SharedWalkState* const state =
+      reinterpret_cast<SharedWalkState*>(shared + layout.walks) + threadIdx.x / 32;
+  if (threadIdx.x >= 2 * 32 * kMostHeads) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+    if (head == 0) load_items<Shape>(p, ring, shared, layout);
+  } else {
+    asm volatile(
+        "setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers_of(residents_of(kFormat, kGroups))));
+    if (head < heads) take_items<Shape>(p, ring, heads, shared, state);
+  }
+}
+
+template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
+void launch_one(const AttentionParams& p, int device, void* stream) {
+  const auto kernel = attention_kernel<kFormat, kDim, kGroups, kHeads>;
+  const int bytes = AttentionShape<kFormat, kDim, kGroups, kHeads>::layout(p).bytes;
+  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                "cudaFuncSetAttribute");
+  const int at_once =
+      cuda::multiprocessors(static_cast<std::int8_t>(device)) * residents_of(kFormat, kGroups);
+  const int blocks = p.sums == nullptr ? p.items : std::min(p.items, at_once);
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(kBlockThreads),
+           static_cast<std::size_t>(bytes), static_cast<cudaStream_t>(stream)>>>(p);
   cuda::require_launch("attention_kernel");
 }
 
 template <KvFormat kFormat>
-void launch_format(const AttentionParams& p, int dim, int groups, unsigned tiles, void* stream) {
-  const auto of_groups = [&]<int kDim>() {
+void launch_format(const AttentionParams& p, int dim, int groups, int device, void* stream) {
+  const auto of_groups = [&]<int kDim, int kHeads>() {
+    if (p.tiles != nullptr) return launch_prefill<kFormat, kDim>(p, stream);
     if constexpr (kFormat == KvFormat::kNvfp4 || kFormat == KvFormat::kBf16) {
-      if (groups == 1) return launch_one<kFormat, kDim, 1>(p, tiles, stream);
+      if (groups == 1) return launch_one<kFormat, kDim, 1, kHeads>(p, device, stream);
     }
-    launch_one<kFormat, kDim, 2>(p, tiles, stream);
+    launch_one<kFormat, kDim, 2, kHeads>(p, device, stream);
   };
   switch (dim) {
-    case 32: return of_groups.template operator()<32>();
-    case 64: return of_groups.template operator()<64>();
-    default: return of_groups.template operator()<128>();
+    case 32: return of_groups.template operator()<32, 0>();
+    case 64: return of_groups.template operator()<64, 0>();
+    default:
+      if (p.block_heads == kMostHeads) return of_groups.template operator()<128, kMostHeads>();
+      return of_groups.template operator()<128, 0>();
   }
 }
 

@@ -3,13 +3,9 @@
 
 #include <cstdint>
 
-#include "kernels/dense/attention_cuda.h"
+#include "kernels/dense/attention_block_cuda.h"
 
 namespace lockstep::kernels {
-
-__device__ inline std::uint32_t address_of(const void* shared) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-}
 
 /// Of some arrivals, one of which may come with bytes.
 class Barrier {
@@ -44,165 +40,171 @@ class Barrier {
   std::uint32_t at_;
 };
 
-/// Rows of the cache that one copy brings, or two where codes and scales lie apart.
-struct Piece {
-  const std::byte* key;
-  const std::byte* value;
-  std::int32_t rows;  // 0: none
-  std::int32_t to;    // row of the key block
-};
-
 /// Where things lie in shared memory; sizes are the host's too.
 struct SharedLayout {
-  int pieces_each;  // of a key block
-  int pieces;       // of the split; or its page table, where threads copy
-  int totals;       // of the folded splits
+  int walks;     // of the warps
+  int offsets;   // LaneOffsets
+  int queries;   // of the warps
+  int meetings;  // of those that have a half of a split each
   int stages;
-  int side;  // K or V of a stage
+  int stage_bytes;
+  int totals;  // of the folded splits
+  int pages;   // of the split on its way
   int bytes;
 
-  __host__ __device__ SharedLayout(const AttentionParams& p, int dim, int columns, int keys,
-                                   int stage_count) {
-    const int pages = (keys - 1) / p.page_tokens + 2;
-    pieces_each = p.copy == KvCopy::kRows || pages > keys ? keys : pages;
-    const int piece_bytes = pieces_each * (kSplitKeys / keys) * static_cast<int>(sizeof(Piece));
-    const int table_bytes = (kSplitKeys / p.page_tokens + 2) * 4;
-    pieces = 128;
-    totals = (pieces + (p.copy == KvCopy::kBytes ? table_bytes : piece_bytes) + 127) / 128 * 128;
-    stages = totals + (p.sums == nullptr ? p.block_heads * columns * dim * 4 : 0);
-    side = keys * p.stride;
-    bytes = stages + stage_count * 2 * side;
+  /// `query_bytes` of a warp, `meeting_bytes` of a head, `stage_size` of `stage_count` blocks of
+  /// keys and values.
+  __host__ __device__ SharedLayout(const AttentionParams& p, int heads, int query_bytes,
+                                   int meeting_bytes, int stage_size, int stage_count) {
+    walks = 128;  // after the barriers
+    offsets = walks + 256;
+    queries = offsets + static_cast<int>(sizeof(LaneOffsets));
+    meetings = queries + 2 * heads * query_bytes;
+    stages = (meetings + heads * meeting_bytes + 127) / 128 * 128;
+    stage_bytes = stage_size;
+    totals = stages + stage_count * stage_size;
+    pages = totals + (p.sums == nullptr ? heads * meeting_bytes : 0);
+    bytes = pages + (kSplitKeys / p.page_tokens + 2) * 4;
   }
 };
 
-/// Brings keys and values into shared memory. Key blocks are counted over all splits.
-template <int kKeys, int kStages>
-class Loader {
+/// Places for blocks of keys, filled by one warp and emptied by others. Blocks are numbered.
+template <int kStages>
+class Ring {
  public:
-  __device__ Loader(const AttentionParams& p, unsigned char* shared, const SharedLayout& layout)
-      : p_(p), layout_(layout), shared_(shared), head_block_(static_cast<int>(blockIdx.y)) {}
+  __device__ Ring(unsigned char* shared, const SharedLayout& layout)
+      : shared_(shared), stages_(shared + layout.stages), stage_bytes_(layout.stage_bytes) {}
 
-  __device__ void start_barriers() const {
+  /// By all threads, before a barrier of theirs. `readers`: warps that read a block.
+  __device__ void start(int readers) const {
     if (threadIdx.x < kStages) {
       full(static_cast<int>(threadIdx.x)).start(1);
-      empty(static_cast<int>(threadIdx.x)).start(p_.block_heads);
+      empty(static_cast<int>(threadIdx.x)).start(readers);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-
-  /// Where the rows of positions begin..end-1 lie. All threads, between two barriers of theirs.
-  __device__ void find(const std::int32_t* table, int begin, int end) {
-    begin_ = begin;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int threads = static_cast<int>(blockDim.x);
-    if (p_.copy == KvCopy::kBytes) {
-      const int first = begin / p_.page_tokens;
-      for (int i = thread; i <= (end - 1) / p_.page_tokens - first; i += threads) {
-        pages()[i] = table[first + i];
-      }
-      return;
-    }
-    const int each = layout_.pieces_each;
-    const int count = (end - begin + kKeys - 1) / kKeys * each;
-    for (int i = thread; i < count; i += threads) {
-      const int first = begin + i / each * kKeys;
-      pieces()[i] = piece(table, first, min(first + kKeys, end), i % each);
-    }
+  __device__ unsigned char* stage(int number) const {
+    return stages_ + number % kStages * stage_bytes_;
   }
-
-  __device__ unsigned char* keys(int block) const {
-    return shared_ + layout_.stages + block % kStages * 2 * layout_.side;
+  __device__ Barrier full(int number) const {
+    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + number % kStages);
   }
-  __device__ unsigned char* values(int block) const { return keys(block) + layout_.side; }
-
-  /// By one warp: starts to copy `count` keys of a block, the `local`-th of the split, once its
-  /// place is free.
-  __device__ void start(int block, int local, int count) const {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    if (block >= kStages) empty(block).wait((block / kStages - 1) & 1);
-    const Barrier done = full(block);
-    const int row = p_.code_bytes + p_.scale_bytes;
-    if (lane == 0) done.expect(2 * count * row);
-    __syncwarp();
-    const Piece* const here = pieces() + local * layout_.pieces_each;
-    for (int i = lane; i < layout_.pieces_each; i += 32) {
-      const Piece one = here[i];
-      if (one.rows == 0) continue;
-      unsigned char* const key = keys(block) + one.to * p_.stride;
-      unsigned char* const value = values(block) + one.to * p_.stride;
-      if (p_.copy == KvCopy::kRuns) {
-        done.copy(key, one.key, one.rows * row);
-        done.copy(value, one.value, one.rows * row);
-      } else {
-        copy_row(done, key, one.key);
-        copy_row(done, value, one.value);
-      }
-    }
+  __device__ void wait_empty(int number) const {
+    if (number >= kStages) empty(number).wait((number / kStages - 1) & 1);
   }
-
-  __device__ void wait(int block) const { full(block).wait(block / kStages & 1); }
+  __device__ void wait_full(int number) const { full(number).wait(number / kStages & 1); }
   /// By a warp that has read the block.
-  __device__ void release(int block) const {
+  __device__ void release(int number, int lane) const {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) empty(block).arrive();
-  }
-
-  /// By all threads, byte by byte.
-  __device__ void copy_now(int block, int first, int count) const {
-    const int row = p_.code_bytes + p_.scale_bytes;
-    for (int i = static_cast<int>(threadIdx.x); i < count * row;
-         i += static_cast<int>(blockDim.x)) {
-      const int position = first + i / row;
-      const int at = i % row;
-      const std::int64_t from =
-          std::int64_t{position % p_.page_tokens} * p_.row_bytes +
-          (at < p_.code_bytes ? head_block_ * p_.code_offset + at
-                              : p_.scales_at + head_block_ * p_.scale_offset + at - p_.code_bytes);
-      const std::int64_t id = pages()[position / p_.page_tokens - begin_ / p_.page_tokens];
-      const int to = i / row * p_.stride + at;
-      keys(block)[to] = static_cast<unsigned char>(p_.k.pool[id * p_.k.page_bytes + from]);
-      values(block)[to] = static_cast<unsigned char>(p_.v.pool[id * p_.v.page_bytes + from]);
-    }
-  }
-
-  /// By a warp: its head's values past the last key are 0, whatever lay there.
-  __device__ void clear_values(int block, int count, int codes_at, int scales_at) const {
-    const int codes = p_.code_bytes / p_.block_heads;
-    const int scales = p_.scale_bytes / p_.block_heads;
-    for (int key = count; key < kKeys; ++key) {
-      unsigned char* const row = values(block) + key * p_.stride;
-      for (int i = static_cast<int>(threadIdx.x) & 31; i < codes; i += 32) row[codes_at + i] = 0;
-      for (int i = static_cast<int>(threadIdx.x) & 31; i < scales; i += 32) row[scales_at + i] = 0;
-    }
-    __syncwarp();
+    if (lane == 0) empty(number).arrive();
   }
 
  private:
-  __device__ Barrier full(int block) const {
-    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + block % kStages);
+  __device__ Barrier empty(int number) const {
+    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + kStages + number % kStages);
   }
-  __device__ Barrier empty(int block) const {
-    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + kStages + block % kStages);
+
+  unsigned char* shared_;
+  unsigned char* stages_;
+  int stage_bytes_;
+};
+
+/// A place in a sequence's pages.
+struct PagePlace {
+  int page = 0;  // from the split's first
+  int slot = 0;
+
+  __device__ void advance(int tokens, int page_tokens) {
+    slot += tokens;
+    for (; slot >= page_tokens; slot -= page_tokens) ++page;
   }
-  __device__ Piece* pieces() const { return reinterpret_cast<Piece*>(shared_ + layout_.pieces); }
-  __device__ std::int32_t* pages() const {
-    return reinterpret_cast<std::int32_t*>(shared_ + layout_.pieces);
+};
+
+/// The warp that brings keys and values into shared memory: rows `kStride` apart, or p.stride.
+template <int kKeys, int kStages, int kStride>
+class Loader {
+ public:
+  __device__ Loader(const AttentionParams& p, const Ring<kStages>& ring, unsigned char* shared,
+                    const SharedLayout& layout)
+      : p_(p),
+        ring_(ring),
+        pages_(reinterpret_cast<std::int32_t*>(shared + layout.pages)),
+        lane_(static_cast<int>(threadIdx.x) & 31) {}
+
+  /// Goes to a split of positions begin..end-1 of a sequence.
+  __device__ void find(const std::int32_t* table, int begin, int end, int head_block) {
+    head_block_ = head_block;
+    first_page_ = begin / p_.page_tokens;
+    const int count = (end - 1) / p_.page_tokens - first_page_ + 1;
+    __syncwarp();
+    for (int i = lane_; i < count; i += 32) pages_[i] = table[first_page_ + i];
+    __syncwarp();
   }
-  /// The index-th piece of positions first..end-1.
-  __device__ Piece piece(const std::int32_t* table, int first, int end, int index) const {
-    int begin = first + index;
-    int until = min(begin + 1, end);
-    int page = begin / p_.page_tokens;
-    if (p_.copy == KvCopy::kRuns && layout_.pieces_each < kKeys) {
-      page = first / p_.page_tokens + index;
-      begin = max(first, page * p_.page_tokens);
-      until = min(end, (page + 1) * p_.page_tokens);
+
+  __device__ PagePlace place(int position) const {
+    const int page = position / p_.page_tokens;
+    return {page - first_page_, position - page * p_.page_tokens};
+  }
+
+  /// Copies `count` keys and values from a place on, once there is room for block `number`.
+  __device__ void start(int number, const PagePlace& from, int count) const {
+    ring_.wait_empty(number);
+    unsigned char* const keys = ring_.stage(number);
+    unsigned char* const values = keys + kKeys * stride();
+    const Barrier done = ring_.full(number);
+    if (count < kKeys) clear(values + count * stride(), (kKeys - count) * stride());
+    if (p_.copy == KvCopy::kBytes) {
+      copy_bytes(keys, values, from, count);
+      __syncwarp();
+      if (lane_ == 0) done.arrive();
+      return;
     }
-    if (begin >= until) return {};
-    const std::int64_t id = table[page];
-    const std::int64_t from = std::int64_t{begin - page * p_.page_tokens} * p_.row_bytes;
-    return {p_.k.pool + id * p_.k.page_bytes + from, p_.v.pool + id * p_.v.page_bytes + from,
-            until - begin, begin - first};
+    if (lane_ == 0) done.expect(2 * count * row_bytes());
+    __syncwarp();
+    if (p_.copy == KvCopy::kRuns) {
+      copy_runs(done, keys, values, from, count);
+    } else {
+      copy_rows(done, keys, values, from, count);
+    }
+  }
+
+ private:
+  __device__ int stride() const { return kStride > 0 ? kStride : p_.stride; }
+  __device__ int row_bytes() const { return p_.code_bytes + p_.scale_bytes; }
+  __device__ const std::byte* row_of(const KvSide& side, int page, int slot) const {
+    return side.pool + pages_[page] * side.page_bytes + slot * p_.row_bytes;
+  }
+
+  /// What lies past the last key: it meets probabilities of 0.
+  __device__ void clear(unsigned char* at, int bytes) const {
+    for (int i = 4 * lane_; i < bytes; i += 128) *reinterpret_cast<std::uint32_t*>(at + i) = 0;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+  }
+
+  /// Page by page, a lane each for keys and for values.
+  __device__ void copy_runs(const Barrier& done, unsigned char* keys, unsigned char* values,
+                            const PagePlace& from, int count) const {
+    const int pages = (from.slot + count - 1 + p_.page_tokens) / p_.page_tokens;
+    for (int i = lane_; i < 2 * pages; i += 32) {
+      const int page = i / 2;
+      const bool is_value = i % 2 != 0;
+      const int slot = page == 0 ? from.slot : 0;
+      const int to = page == 0 ? 0 : page * p_.page_tokens - from.slot;
+      const int rows = min(p_.page_tokens - slot, count - to);
+      done.copy((is_value ? values : keys) + to * stride(),
+                row_of(is_value ? p_.v : p_.k, from.page + page, slot), rows * row_bytes());
+    }
+  }
+  /// A lane a key.
+  __device__ void copy_rows(const Barrier& done, unsigned char* keys, unsigned char* values,
+                            const PagePlace& from, int count) const {
+    for (int i = lane_; i < count; i += 32) {
+      PagePlace at = from;
+      at.advance(i, p_.page_tokens);
+      copy_row(done, keys + i * stride(), row_of(p_.k, at.page, at.slot));
+      copy_row(done, values + i * stride(), row_of(p_.v, at.page, at.slot));
+    }
   }
   __device__ void copy_row(const Barrier& done, unsigned char* to, const std::byte* row) const {
     done.copy(to, row + head_block_ * p_.code_offset, p_.code_bytes);
@@ -210,12 +212,28 @@ class Loader {
     done.copy(to + p_.code_bytes, row + p_.scales_at + head_block_ * p_.scale_offset,
               p_.scale_bytes);
   }
+  __device__ void copy_bytes(unsigned char* keys, unsigned char* values, PagePlace at,
+                             int count) const {
+    for (int key = 0; key < count; ++key) {
+      const std::byte* const k = row_of(p_.k, at.page, at.slot);
+      const std::byte* const v = row_of(p_.v, at.page, at.slot);
+      for (int i = lane_; i < row_bytes(); i += 32) {
+        const int from = i < p_.code_bytes
+                             ? head_block_ * p_.code_offset + i
+                             : p_.scales_at + head_block_ * p_.scale_offset + i - p_.code_bytes;
+        keys[key * stride() + i] = static_cast<unsigned char>(k[from]);
+        values[key * stride() + i] = static_cast<unsigned char>(v[from]);
+      }
+      at.advance(1, p_.page_tokens);
+    }
+  }
 
   const AttentionParams& p_;
-  const SharedLayout& layout_;
-  unsigned char* shared_;
-  int head_block_;
-  int begin_ = 0;
+  const Ring<kStages>& ring_;
+  std::int32_t* pages_;
+  int lane_;
+  int head_block_ = 0;
+  int first_page_ = 0;
 };
 
 }  // namespace lockstep::kernels

@@ -49,6 +49,9 @@ __device__ inline std::uint32_t round_pair(float low, float high) {
   return pair;
 }
 
+__device__ inline float low_bf16(std::uint32_t pair) { return float_of(pair << 16); }
+__device__ inline float high_bf16(std::uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
+
 template <bool kFp16>
 __device__ inline void widen_pair(std::uint32_t pair, float& low, float& high) {
   if constexpr (kFp16) {
@@ -56,8 +59,8 @@ __device__ inline void widen_pair(std::uint32_t pair, float& low, float& high) {
         : "=f"(low), "=f"(high)
         : "r"(pair));
   } else {
-    low = float_of(pair << 16);
-    high = float_of(pair & 0xFFFF0000u);
+    low = low_bf16(pair);
+    high = high_bf16(pair);
   }
 }
 
@@ -75,9 +78,22 @@ __device__ inline std::uint32_t multiply_fp16(std::uint32_t a, std::uint32_t b) 
   return product;
 }
 
-/// One of two halves, twice.
-__device__ inline std::uint32_t low_twice(std::uint32_t x) { return __byte_perm(x, 0, 0x1010); }
-__device__ inline std::uint32_t high_twice(std::uint32_t x) { return __byte_perm(x, 0, 0x3232); }
+/// Both of `a` times one half of `b`; the instruction itself picks it.
+__device__ inline std::uint32_t multiply_by_half(bool high, std::uint32_t a, std::uint32_t b) {
+  std::uint32_t product = 0;
+  if (high) {
+    asm("{ .reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; "
+        "mul.rn.f16x2 %0, %1, s; }"
+        : "=r"(product)
+        : "r"(a), "r"(b));
+  } else {
+    asm("{ .reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; "
+        "mul.rn.f16x2 %0, %1, s; }"
+        : "=r"(product)
+        : "r"(a), "r"(b));
+  }
+  return product;
+}
 
 /// Eight codes as two times four bytes of E4M3, the even and the odd ones: each is its code times
 /// 2^-6. Logic runs at half the rate of multiplication here, so the signs are cut out once for
@@ -99,21 +115,7 @@ __device__ inline Codes split_codes(std::uint32_t w) {
   return {choose_bits(kMagnitudes, w << 2, signs << 4), choose_bits(kMagnitudes, w >> 2, signs)};
 }
 
-/// Whether codes of NVFP4 become FP16 by conversion from E4M3, or by logic alone.
-inline constexpr bool kConverts = true;
-/// They are codes times 2^-kCodeShift.
-inline constexpr int kCodeShift = kConverts ? 6 : 14;
-
-/// Eight codes as four pairs, codes i and i + 4: each is its code times 2^-14.
-__device__ inline void split_pairs_of_codes(std::uint32_t w, std::uint32_t (&pair)[4]) {
-  constexpr std::uint32_t kMagnitudes = 0x0E000E00u;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    std::uint32_t signs = 0;
-    asm("and.b32 %0, %1, 0x80008000;" : "=r"(signs) : "r"(w << (12 - 4 * i)));
-    pair[i] = choose_bits(kMagnitudes, i == 3 ? w >> 3 : w << (9 - 4 * i), signs);
-  }
-}
+inline constexpr int kCodeShift = 6;  // of what split_codes() gives
 
 /// 2^(byte - 127), and 64 times a pair of FP16 times a scale each, in BF16: codes that were times
 /// 2^-6 become exact values.
@@ -139,21 +141,31 @@ __device__ constexpr int key_of_column(int n) {
   }
 }
 
-/// The channel of a query that meets, in step `step` of 16 channels, half `half` of register `reg`
-/// of thread `t`.
+/// A thread's 8 channels of a query for steps 2 j and 2 j + 1 of 16 channels begin here.
 template <KvFormat kFormat, int kDim>
-__device__ constexpr int channel_of(int t, int step, int reg, int half) {
-  if constexpr (kFormat == KvFormat::kNvfp4) {
-    const int code = kConverts ? (step & 1) + 4 * reg + 2 * half : 2 * (step & 1) + reg + 4 * half;
-    return t * (kDim / 4) + step / 2 * 8 + code;
-  } else {
-    return step / 2 * 32 + t * 8 + (step & 1) * 4 + 2 * reg + half;
-  }
+__device__ constexpr int first_query_channel(int t, int j) {
+  return kFormat == KvFormat::kNvfp4 ? t * (kDim / 4) + 8 * j : 32 * j + 8 * t;
+}
+/// Which of the 8 meets, in the even or odd one of the steps, half `half` of register `reg`.
+template <KvFormat kFormat>
+__device__ constexpr int query_channel(int odd, int reg, int half) {
+  return kFormat == KvFormat::kNvfp4 ? odd + 4 * reg + 2 * half : 4 * odd + 2 * reg + half;
 }
 
-template <int kBytes>
+/// Channel c of 8.
+__device__ inline float channel_of(const std::uint32_t (&words)[4], int c) {
+  return c % 2 == 0 ? low_bf16(words[c / 2]) : high_bf16(words[c / 2]);
+}
+
+/// kAnywhere: byte by byte; else at a multiple of as many bytes, of 16 at most.
+template <int kBytes, bool kAnywhere = false>
 __device__ inline void read_words(const unsigned char* from, std::uint32_t (&w)[(kBytes + 3) / 4]) {
-  if constexpr (kBytes % 16 == 0) {
+  if constexpr (kAnywhere) {
+#pragma unroll
+    for (int i = 0; i < (kBytes + 3) / 4; ++i) w[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) w[i / 4] |= std::uint32_t{from[i]} << (i % 4 * 8);
+  } else if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) {
       const uint4 four = reinterpret_cast<const uint4*>(from)[i];
@@ -180,21 +192,32 @@ class Key {
  public:
   static constexpr int kParts = kDim / 32;
 
-  /// `codes` and `scales` are its own; `t` the thread within those that share it.
-  __device__ void read(const unsigned char* codes, const unsigned char* scales, int t) {
+  /// Where in the key's codes and scales thread `t`, of those that share it, begins to read.
+  static __device__ constexpr int codes_of(int t) {
+    return kFormat == KvFormat::kNvfp4 ? t * (kDim / 8) : t * kPartBytes;
+  }
+  static __device__ constexpr int scales_of(int t) {
+    if (kFormat != KvFormat::kNvfp4) return 0;
+    return kDim == 128 ? 2 * t : kDim == 64 ? t : t / 2;
+  }
+
+  /// From there.
+  template <bool kAnywhere = false>
+  __device__ void read(const unsigned char* codes, const unsigned char* scales) {
     if constexpr (kFormat == KvFormat::kNvfp4) {
-      read_words<kDim / 8>(codes + t * (kDim / 8), words_);
-      std::uint32_t unused = 0;
+      read_words<kDim / 8, kAnywhere>(codes, words_);
+      std::uint32_t both[1], unused = 0;
       if constexpr (kDim == 128) {
-        widen_e4m3(*reinterpret_cast<const std::uint16_t*>(scales + 2 * t), scales_[0], unused);
+        read_words<2, kAnywhere>(scales, both);
       } else {
-        widen_e4m3(scales[kDim == 64 ? t : t / 2], scales_[0], unused);
+        both[0] = scales[0];
       }
+      widen_e4m3(both[0], scales_[0], unused);
     } else {
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
         std::uint32_t w[kWords / kParts];
-        read_words<4 * kWords / kParts>(codes + kWords / kParts * (16 * j + 4 * t), w);
+        read_words<kPartBytes, kAnywhere>(codes + 4 * j * kPartBytes, w);
 #pragma unroll
         for (int i = 0; i < kWords / kParts; ++i) words_[kWords / kParts * j + i] = w[i];
         if constexpr (kFormat == KvFormat::kMxfp4) scales_[j] = scales[j];
@@ -205,24 +228,14 @@ class Key {
   /// Of products 2 j and 2 j + 1.
   __device__ void part(int j, std::uint32_t (&b)[2][2]) const {
     if constexpr (kFormat == KvFormat::kNvfp4) {
-      const std::uint32_t scale =
-          kDim == 128 && j >= 2 ? high_twice(scales_[0]) : low_twice(scales_[0]);
-      if constexpr (kConverts) {
-        const Codes four = split_codes(words_[j]);
-        widen_e4m3(four.even, b[0][0], b[0][1]);
-        widen_e4m3(four.odd, b[1][0], b[1][1]);
-      } else {
-        std::uint32_t pair[4];
-        split_pairs_of_codes(words_[j], pair);
-        b[0][0] = pair[0];
-        b[0][1] = pair[1];
-        b[1][0] = pair[2];
-        b[1][1] = pair[3];
-      }
+      const Codes four = split_codes(words_[j]);
+      widen_e4m3(four.even, b[0][0], b[0][1]);
+      widen_e4m3(four.odd, b[1][0], b[1][1]);
+      const bool high = kDim == 128 && j >= 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        b[i][0] = multiply_fp16(b[i][0], scale);
-        b[i][1] = multiply_fp16(b[i][1], scale);
+        b[i][0] = multiply_by_half(high, b[i][0], scales_[0]);
+        b[i][1] = multiply_by_half(high, b[i][1], scales_[0]);
       }
     } else if constexpr (kFormat == KvFormat::kMxfp4) {
       const float scale = e8m0_value(scales_[j]);
@@ -249,92 +262,105 @@ class Key {
 
  private:
   static constexpr int kWords = kParts * (kIsFp4<kFormat> ? 1 : kFormat == KvFormat::kE4m3 ? 2 : 4);
+  static constexpr int kPartBytes = 4 * kWords / kParts;
   std::uint32_t words_[kWords];
   std::uint32_t scales_[kFormat == KvFormat::kMxfp4 ? kParts : 1];
 };
 
-/// kDim / 8 channels of four values as the first operand of kDim / 16 products: those of thread row
-/// `g`, channels 2 i and 2 i + 1 of them in product i. Values stand in the order of the inner
-/// dimension.
+/// kDim / 8 channels of four values as the first operand of kDim / 16 products, in parts of some
+/// products: those of thread row `g`, channels 2 i and 2 i + 1 of them in product i. Values stand
+/// in the order of the inner dimension. Holds some of the parts.
 template <KvFormat kFormat, int kDim>
-__device__ inline void read_values(const unsigned char* const (&codes)[4],
-                                   const unsigned char* const (&scales)[4], int g,
-                                   std::uint32_t (&a)[kDim / 16][4]) {
-  constexpr int kChannels = kDim / 8;
-  constexpr int kBytes = kIsFp4<kFormat>              ? kChannels / 2
-                         : kFormat == KvFormat::kE4m3 ? kChannels
-                                                      : 2 * kChannels;
-  std::uint32_t w[4][(kBytes + 3) / 4];
+struct ValueParts {
+  static constexpr int kChannels = kDim / 8;
+  static constexpr int kParts = (kChannels + 7) / 8;
+  static constexpr int kProducts = kChannels / 2 / kParts;  // of a part
+};
+template <KvFormat kFormat, int kDim, int kHeld = ValueParts<kFormat, kDim>::kParts>
+class Values : public ValueParts<kFormat, kDim> {
+ public:
+  using ValueParts<kFormat, kDim>::kChannels;
+  using ValueParts<kFormat, kDim>::kProducts;
+
+  /// Where in a value's codes and scales thread row `g` begins to read.
+  static __device__ constexpr int codes_of(int g, int first_part = 0) {
+    return (g * kChannels + 2 * kProducts * first_part) * kBits / 8;
+  }
+  static __device__ constexpr int scales_of(int g) {
+    return kFormat == KvFormat::kNvfp4   ? g * kChannels / 16
+           : kFormat == KvFormat::kMxfp4 ? g * kChannels / 32
+                                         : 0;
+  }
+
+  /// From there.
+  template <bool kAnywhere = false>
+  __device__ void read(const unsigned char* const (&codes)[4],
+                       const unsigned char* const (&scales)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) read_words<kBytes>(codes[i] + g * kBytes, w[i]);
+    for (int i = 0; i < 4; ++i) read_words<kBytes, kAnywhere>(codes[i], words_[i]);
 #pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {  // of values
-    const auto& x = w[2 * pair];
-    const auto& y = w[2 * pair + 1];
-    if constexpr (kFormat == KvFormat::kBf16) {
-#pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
-        a[i][2 * pair] = __byte_perm(x[i], y[i], 0x5410);
-        a[i][2 * pair + 1] = __byte_perm(x[i], y[i], 0x7632);
-      }
-    } else if constexpr (kFormat == KvFormat::kE4m3) {
-#pragma unroll
-      for (int i = 0; i < kDim / 32; ++i) {
-        widen_e4m3(__byte_perm(x[i], y[i], 0x5140), a[2 * i][2 * pair], a[2 * i][2 * pair + 1]);
-        widen_e4m3(__byte_perm(x[i], y[i], 0x7362), a[2 * i + 1][2 * pair],
-                   a[2 * i + 1][2 * pair + 1]);
-      }
-    } else {
-      std::uint32_t scale = 0;
-      std::uint32_t unused = 0;
-      float x_scale = 0.0f;
-      float y_scale = 0.0f;
+    for (int pair = 0; pair < 2; ++pair) {
       if constexpr (kFormat == KvFormat::kNvfp4) {
-        const int block = g * kChannels / 16;
-        const std::uint32_t bytes = scales[2 * pair][block] | scales[2 * pair + 1][block] << 8;
-        widen_e4m3(bytes, scale, unused);
-      } else {
-        x_scale = e8m0_value(scales[2 * pair][g * kChannels / 32]);
-        y_scale = e8m0_value(scales[2 * pair + 1][g * kChannels / 32]);
+        const std::uint32_t bytes = scales[2 * pair][0] | scales[2 * pair + 1][0] << 8;
+        std::uint32_t unused = 0;
+        widen_e4m3(bytes, scales_[pair], unused);
+      } else if constexpr (kFormat == KvFormat::kMxfp4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          mx_scales_[pair][i] = e8m0_value(scales[2 * pair + i][0]);
+        }
       }
+    }
+  }
+
+  /// Of the j-th part that is held.
+  __device__ void part(int j, std::uint32_t (&a)[kProducts][4]) const {
 #pragma unroll
-      for (int j = 0; j < (kChannels + 7) / 8; ++j) {
-        if constexpr (kFormat == KvFormat::kNvfp4 && !kConverts) {
-          std::uint32_t part[2][4];  // channels, rising
-          split_pairs_of_codes(__byte_perm(x[j], y[j], 0x5410), part[0]);
-          if constexpr (kChannels >= 8) {
-            split_pairs_of_codes(__byte_perm(x[j], y[j], 0x7632), part[1]);
-          }
+    for (int pair = 0; pair < 2; ++pair) {
+      const auto& x = words_[2 * pair];
+      const auto& y = words_[2 * pair + 1];
+      if constexpr (kFormat == KvFormat::kBf16) {
 #pragma unroll
-          for (int i = 0; i < (kChannels < 8 ? 4 : 8); ++i) {
-            a[4 * j + i / 2][2 * pair + i % 2] = multiply_fp16(part[i / 4][i % 4], scale);
-          }
-          continue;
+        for (int i = 0; i < kProducts; ++i) {
+          a[i][2 * pair] = __byte_perm(x[j * kProducts + i], y[j * kProducts + i], 0x5410);
+          a[i][2 * pair + 1] = __byte_perm(x[j * kProducts + i], y[j * kProducts + i], 0x7632);
         }
-        std::uint32_t part[2][4];  // even and odd channels, rising
-        const Codes of_x = split_codes(x[j]);
-        const Codes of_y = split_codes(y[j]);
-        const std::uint32_t bytes[2][2] = {{of_x.even, of_y.even}, {of_x.odd, of_y.odd}};
+      } else if constexpr (kFormat == KvFormat::kE4m3) {
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          widen_e4m3(__byte_perm(bytes[odd][0], bytes[odd][1], 0x5140), part[odd][0], part[odd][1]);
-          if constexpr (kChannels >= 8) {
-            widen_e4m3(__byte_perm(bytes[odd][0], bytes[odd][1], 0x7362), part[odd][2],
-                       part[odd][3]);
-          }
+        for (int i = 0; i < kProducts; ++i) {
+          const std::uint32_t two = __byte_perm(
+              x[(j * kProducts + i) / 2], y[(j * kProducts + i) / 2], i % 2 == 0 ? 0x5140 : 0x7362);
+          widen_e4m3(two, a[i][2 * pair], a[i][2 * pair + 1]);
         }
+      } else {
+        // x and y byte by byte, so that a code of x and the same of y come out side by side.
 #pragma unroll
-        for (int i = 0; i < (kChannels < 8 ? 2 : 4); ++i) {
+        for (int i = 0; i < kProducts; i += 2) {
+          const Codes four = split_codes(__byte_perm(x[j], y[j], i == 0 ? 0x5140 : 0x7362));
+          std::uint32_t even[2], odd[2];
+          widen_e4m3(four.even, even[0], even[1]);
+          widen_e4m3(four.odd, odd[0], odd[1]);
 #pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            a[4 * j + i][2 * pair + odd] = kFormat == KvFormat::kNvfp4
-                                               ? multiply_fp16(part[odd][i], scale)
-                                               : mx_pair(part[odd][i], x_scale, y_scale);
+          for (int k = 0; k < 2; ++k) {
+            a[i + k][2 * pair] = scaled(even[k], pair);
+            a[i + k][2 * pair + 1] = scaled(odd[k], pair);
           }
         }
       }
     }
   }
-}
+
+ private:
+  static constexpr int kBits = kIsFp4<kFormat> ? 4 : kFormat == KvFormat::kE4m3 ? 8 : 16;
+  static constexpr int kBytes = kHeld * 2 * kProducts * kBits / 8;
+  __device__ std::uint32_t scaled(std::uint32_t codes, int pair) const {
+    if constexpr (kFormat == KvFormat::kNvfp4) return multiply_fp16(codes, scales_[pair]);
+    return mx_pair(codes, mx_scales_[pair][0], mx_scales_[pair][1]);
+  }
+
+  std::uint32_t words_[4][(kBytes + 3) / 4];
+  std::uint32_t scales_[2];
+  float mx_scales_[2][2];
+};
 
 }  // namespace lockstep::kernels
