@@ -34,12 +34,10 @@ struct Cache {
   std::int64_t page_bytes() const { return 2ll * page_tokens * row_bytes; }
 };
 
-/// A pool full of the codes of normal numbers: a part made on the host, many times over.
-Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
-                 std::uint64_t seed) {
-  if (!rule.quantizes()) return bench.normal_bf16(bytes / 2, seed);
+/// Some rows of the codes of normal numbers, made on the host.
+std::vector<std::uint8_t> some_rows(const Quantizer& rule) {
   const std::int64_t rows = 4096;
-  std::mt19937 random(static_cast<std::uint32_t>(seed));
+  std::mt19937 random(7);
   std::normal_distribution<float> gauss;
   std::vector<Bf16> x(static_cast<std::size_t>(rows * kWidth));
   for (Bf16& value : x) value = to_bf16(gauss(random));
@@ -52,6 +50,14 @@ Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
             .out = {.codes = {part.data(), {rows, codes}, {row, 1}},
                     .scales = {part.data() + codes, {rows, scales}, {row, 1}},
                     .global = {}}});
+  return part;
+}
+
+/// A pool full of the codes of normal numbers: the same ones many times over.
+Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
+                 std::uint64_t seed) {
+  if (!rule.quantizes()) return bench.normal_bf16(bytes / 2, seed);
+  static const std::vector<std::uint8_t> part = some_rows(kNvfp4);
   const Buffer made = to_device(part, bench.device());
   Buffer pool(bench.device(), bytes);
   for (std::int64_t at = 0; at < bytes; at += made.bytes()) {
