@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 #include <vector>
 
 #include "base/error.h"
@@ -237,6 +238,72 @@ TEST_P(AttentionOnDevice, RowsDoNotDependOnHowACallIsCut) {
               << "pages of " << page_tokens;
         }
       }
+    }
+  }
+}
+
+/// More keys than the L2 holds, so that they come when they like, and more splits than blocks of
+/// threads.
+TEST_P(AttentionOnDevice, ManyLongSequencesGiveTheSameBitsEachTime) {
+  if (!on_cuda()) GTEST_SKIP() << "of a CUDA device";
+  const Device device = GetParam();
+  constexpr std::int64_t kRows = 64, kHeads = 32, kWidth = 4 * 128, kTokens = 4096;
+  constexpr std::int64_t kPageTokens = 16, kPagesEach = kTokens / kPageTokens;
+  for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
+    const std::int64_t row_bytes =
+        rule.quantizes() ? rule.code_bytes(kWidth) + rule.scale_cols(kWidth) : 2 * kWidth;
+    const std::int64_t page_bytes = 2 * kPageTokens * row_bytes, pages = (100 << 20) / page_bytes;
+    std::mt19937 random(3);
+    std::vector<std::byte> some(static_cast<std::size_t>(pages * page_bytes));
+    for (auto& x : some) x = std::byte(random() & 0x3F);  // no infinite number
+    std::vector<std::int32_t> pages_of(static_cast<std::size_t>(kRows * kPagesEach)), at, of;
+    for (auto& page : pages_of) {
+      page = static_cast<std::int32_t>(random() % static_cast<std::uint32_t>(pages));
+    }
+    for (std::int32_t i = 0; i < kRows; ++i) {
+      at.push_back(static_cast<std::int32_t>(kTokens) - 1 - i % 5 * 99);
+      of.push_back(i);
+    }
+    const Buffer pool = to_device(some, device), table = to_device(pages_of, device);
+    const Buffer positions = to_device(at, device), sequence = to_device(of, device);
+    const Buffer q = to_device(random_bf16(kRows * kHeads * 128, 1), device);
+    PagedKv k{.pool = pool.as<std::byte>(),
+              .page_bytes = page_bytes,
+              .offset = 0,
+              .page_tokens = static_cast<std::int32_t>(kPageTokens),
+              .row_bytes = static_cast<std::int32_t>(row_bytes),
+              .rule = rule,
+              .exponent = -7};
+    PagedKv v = k;
+    v.offset = page_bytes / 2;
+    const auto run = [&](std::int64_t first, std::int64_t count) {
+      const auto rows = static_cast<std::size_t>(count);
+      const Buffer out(device, count * kHeads * 128 * 2);
+      const Buffer workspace(device, attention_workspace(count, kHeads, 128, kTokens));
+      fill_bytes(workspace.as<void>(), device, 0xFF, workspace.bytes());
+      const std::int64_t width = kHeads * 128;
+      attention(
+          {.q = rows_of(q.as<const Bf16>() + first * width, count, width, device),
+           .k = k,
+           .v = v,
+           .rows = {.positions = {positions.as<std::int32_t>() + first, rows},
+                    .sequence = {sequence.as<std::int32_t>() + first, rows},
+                    .pages = {},
+                    .table = rows_of(table.as<const std::int32_t>(), kRows, kPagesEach, device),
+                    .longest = kTokens},
+           .num_heads = kHeads,
+           .num_kv_heads = 4,
+           .head_dim = 128,
+           .out = rows_of(out.as<Bf16>(), count, width, device),
+           .workspace = {workspace.as<std::byte>(), static_cast<std::size_t>(workspace.bytes())}},
+          {});
+      return to_host<Bf16>(out);
+    };
+    const std::vector<Bf16> all = run(0, kRows);
+    for (int i = 0; i < 20; ++i) ASSERT_TRUE(run(0, kRows) == all) << name_of(rule.element);
+    for (const std::int64_t row : {0, 1, 33, 63}) {
+      const auto from = all.begin() + row * kHeads * 128;
+      EXPECT_TRUE(run(row, 1) == std::vector<Bf16>(from, from + kHeads * 128)) << row;
     }
   }
 }

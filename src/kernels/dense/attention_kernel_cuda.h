@@ -22,8 +22,7 @@ constexpr int residents_of(KvFormat format, int groups) {
 }
 /// Key blocks in shared memory.
 constexpr int stages_of(KvFormat format, int groups) {
-  if (format == KvFormat::kBf16) return groups == 1 ? 5 : 4;
-  return format == KvFormat::kNvfp4 && groups == 1 ? 4 : 5;
+  return format == KvFormat::kBf16 || (format == KvFormat::kNvfp4 && groups == 1) ? 4 : 6;
 }
 
 /// A piece of work: a row against a block's heads, one split of it where splits go apart.
@@ -48,7 +47,8 @@ struct WalkState {
   int end;    // keys that the row sees
 };
 
-/// In shared memory: the warps that take keys have no registers for what they seldom need.
+/// In shared memory: the warps that take keys have no registers for what they seldom need. Each
+/// thread has its own, for threads of a warp need not go side by side.
 using SharedWalkState = volatile WalkState;
 
 /// Goes over the splits that have keys.
@@ -103,7 +103,6 @@ struct SplitBlocks {
     const int keys = half == 0 ? min(end - begin, kHalfKeys) : max(end - begin - kHalfKeys, 0);
     return (keys + kKeys - 1) / kKeys;
   }
-  __device__ int blocks() const { return count(0) + count(1); }
 };
 
 template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
@@ -135,7 +134,7 @@ __device__ inline void load_items(const AttentionParams& p, const typename Shape
                                   unsigned char* shared, const SharedLayout& layout) {
   typename Shape::BlockLoader loader(p, ring, shared, layout);
   WalkState state;
-  int number = 0;
+  RingPlace to[2] = {RingPlace(0), RingPlace(1)};
   for (Walk<WalkState> walk(p, &state); walk.find(); walk.next()) {
     const AttentionItem item = walk.item();
     const std::int32_t sequence = p.sequence[item.row];
@@ -147,7 +146,8 @@ __device__ inline void load_items(const AttentionParams& p, const typename Shape
       for (int half = 0; half < 2; ++half) {
         if (i >= blocks.count(half)) continue;
         const int first = blocks.begin + half * kHalfKeys + i * Shape::kKeys;
-        loader.start(number++, place[half], min(Shape::kKeys, blocks.end - first));
+        loader.start(to[half], place[half], min(Shape::kKeys, blocks.end - first));
+        to[half].next(Shape::kStages);
         place[half].advance(Shape::kKeys, p.page_tokens);
       }
     }
@@ -200,7 +200,7 @@ __device__ inline void take_items(const AttentionParams& p, const typename Shape
                                   int heads, unsigned char* shared, SharedWalkState* state) {
   const SharedLayout layout = Shape::layout(p);
   auto* const lane_offsets = reinterpret_cast<const LaneOffsets*>(shared + layout.offsets);
-  int number = 0;  // of the split's first key block
+  RingPlace place(WarpRole().half);
   for (Walk<SharedWalkState> walk(p, state); walk.find(); walk.next()) {
     const WarpRole role;
     const AttentionItem item = walk.item();
@@ -209,18 +209,15 @@ __device__ inline void take_items(const AttentionParams& p, const typename Shape
         shared + layout.queries + (role.half * heads + role.head) * Shape::kQueries);
     queries.clear();
     const typename Shape::Blocks blocks(walk.split(), walk.end());
-    const int after = number + blocks.blocks();
-    const int both = number + 2 * blocks.count(1);  // until here the halves take turns
     int first = blocks.begin + role.half * kHalfKeys;
-    for (number += role.half; number < (role.half == 0 ? after : both);
-         number += number < both ? 2 : 1) {
-      ring.wait_full(number);
+    for (int left = blocks.count(role.half); left > 0; --left) {
+      ring.wait_full(place);
       const ReadOffsets offsets = lane_offsets->of(queries.lane());
-      queries.take(typename Shape::Rows(p, ring.stage(number), role.head, offsets), first);
-      ring.release(number, queries.lane());
+      queries.take(typename Shape::Rows(p, ring.stage(place), role.head, offsets), first);
+      ring.release(place, queries.lane());
+      place.next(Shape::kStages);
       first += Shape::kKeys;
     }
-    number = after;
     end_split<Shape>(p, walk, queries, shared);
   }
 }
@@ -252,7 +249,7 @@ __global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups))
   __syncthreads();
   const int head = static_cast<int>(threadIdx.x) / 32 % kMostHeads;
   SharedWalkState* const state =
-      reinterpret_cast<SharedWalkState*>(shared + layout.walks) + threadIdx.x / 32;
+      reinterpret_cast<SharedWalkState*>(shared + layout.walks) + threadIdx.x;
   if (threadIdx.x >= 2 * 32 * kMostHeads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
     if (head == 0) load_items<Shape>(p, ring, shared, layout);

@@ -42,7 +42,7 @@ class Barrier {
 
 /// Where things lie in shared memory; sizes are the host's too.
 struct SharedLayout {
-  int walks;     // of the warps
+  int walks;     // of the threads that take keys
   int offsets;   // LaneOffsets
   int queries;   // of the warps
   int meetings;  // of those that have a half of a split each
@@ -57,7 +57,7 @@ struct SharedLayout {
   __host__ __device__ SharedLayout(const AttentionParams& p, int heads, int query_bytes,
                                    int meeting_bytes, int stage_size, int stage_count) {
     walks = 128;  // after the barriers
-    offsets = walks + 256;
+    offsets = walks + 256 * 12;
     queries = offsets + static_cast<int>(sizeof(LaneOffsets));
     meetings = queries + 2 * heads * query_bytes;
     stages = (meetings + heads * meeting_bytes + 127) / 128 * 128;
@@ -68,10 +68,28 @@ struct SharedLayout {
   }
 };
 
-/// Places for blocks of keys, filled by one warp and emptied by others. Blocks are numbered.
+/// Where a half of the splits is in its places for blocks of keys: each half has every other one,
+/// and goes over them in turn. So whoever waits for a place has seen all that was there before, and
+/// one bit tells what is there from what was.
+struct RingPlace {
+  int at;
+  int parity = 0;
+
+  __device__ explicit RingPlace(int half) : at(half) {}
+  __device__ void next(int stages) {
+    at += 2;
+    if (at < stages) return;
+    at -= stages;
+    parity ^= 1;
+  }
+};
+
+/// Places for blocks of keys, filled by one warp and emptied by others.
 template <int kStages>
 class Ring {
  public:
+  static_assert(kStages % 2 == 0);
+
   __device__ Ring(unsigned char* shared, const SharedLayout& layout)
       : shared_(shared), stages_(shared + layout.stages), stage_bytes_(layout.stage_bytes) {}
 
@@ -83,25 +101,27 @@ class Ring {
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  __device__ unsigned char* stage(int number) const {
-    return stages_ + number % kStages * stage_bytes_;
+  __device__ unsigned char* stage(const RingPlace& place) const {
+    return stages_ + place.at * stage_bytes_;
   }
-  __device__ Barrier full(int number) const {
-    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + number % kStages);
+  __device__ Barrier full(const RingPlace& place) const { return full(place.at); }
+  /// Nothing is waited for the first time.
+  __device__ void wait_empty(const RingPlace& place) const {
+    empty(place.at).wait(place.parity ^ 1);
   }
-  __device__ void wait_empty(int number) const {
-    if (number >= kStages) empty(number).wait((number / kStages - 1) & 1);
-  }
-  __device__ void wait_full(int number) const { full(number).wait(number / kStages & 1); }
+  __device__ void wait_full(const RingPlace& place) const { full(place).wait(place.parity); }
   /// By a warp that has read the block.
-  __device__ void release(int number, int lane) const {
+  __device__ void release(const RingPlace& place, int lane) const {
     __syncwarp();
-    if (lane == 0) empty(number).arrive();
+    if (lane == 0) empty(place.at).arrive();
   }
 
  private:
-  __device__ Barrier empty(int number) const {
-    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + kStages + number % kStages);
+  __device__ Barrier full(int at) const {
+    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + at);
+  }
+  __device__ Barrier empty(int at) const {
+    return Barrier(reinterpret_cast<std::uint64_t*>(shared_) + kStages + at);
   }
 
   unsigned char* shared_;
@@ -146,12 +166,12 @@ class Loader {
     return {page - first_page_, position - page * p_.page_tokens};
   }
 
-  /// Copies `count` keys and values from a place on, once there is room for block `number`.
-  __device__ void start(int number, const PagePlace& from, int count) const {
-    ring_.wait_empty(number);
-    unsigned char* const keys = ring_.stage(number);
+  /// Copies `count` keys and values from a place on, once there is room at `to`.
+  __device__ void start(const RingPlace& to, const PagePlace& from, int count) const {
+    ring_.wait_empty(to);
+    unsigned char* const keys = ring_.stage(to);
     unsigned char* const values = keys + kKeys * stride();
-    const Barrier done = ring_.full(number);
+    const Barrier done = ring_.full(to);
     if (count < kKeys) clear(values + count * stride(), (kKeys - count) * stride());
     if (p_.copy == KvCopy::kBytes) {
       copy_bytes(keys, values, from, count);
