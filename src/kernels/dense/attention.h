@@ -76,10 +76,9 @@ std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std:
 ///
 /// On a CUDA device (C of 32, 64 or 128, K and V under one rule): keys are taken in splits of
 /// kSplitKeys by absolute position, in each half of a split 32 or 16 at a time by tensor cores with
-/// FP32 sums; halves are folded, then a row's splits in their order. Nothing of it depends on batch,
-/// tiles, pages or workspace.
-/// Another order than the CPU's: docs/tolerances.md has the bound.
-/// Throws Error naming what is wrong.
+/// FP32 sums; halves are folded, then a row's splits in their order. Nothing of it depends on
+/// batch, tiles, pages or workspace. Another order than the CPU's: docs/tolerances.md has the
+/// bound. Throws Error naming what is wrong.
 void attention(const AttentionArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels
