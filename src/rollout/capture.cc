@@ -22,7 +22,7 @@ constexpr std::int64_t kGrain = 256;  // rows a thread copies at least
 struct Capture::Impl {
   Impl(const Agreement& agreement, TraceSink* sink, bool bf16, Device device, Stream stream)
       : agreement(agreement), sink(sink), bf16(bf16), at{device, stream} {
-    if (sink != nullptr && at.on_cuda()) there.emplace(at, agreement.model.num_layers);
+    if (sink != nullptr && at.on_cuda()) there.emplace(at, agreement.model.num_layers, wanted());
   }
 
   const Agreement agreement;
@@ -36,6 +36,7 @@ struct Capture::Impl {
   const Pass* pass = nullptr;
   KeptRows kept{}, audit{};
   std::vector<std::uint8_t> records{};
+  std::vector<std::byte> room{};  // of K or V at a place
 
   bool audited(TokenKey key) const {
     return lockstep::audited(agreement.seed, key, agreement.guide.audit_every);
@@ -50,7 +51,8 @@ struct Capture::Impl {
     return full != Encoding::kCodes && full != Encoding::kCodes8;
   }
 
-  void want_places();
+  std::vector<DeviceCapture::Wanted> wanted() const;
+  void hand_on() { writer.hand_on(kept.keys, audit.keys); }
   bool reads_pages(std::span<const LayerKv> layers) const;
   void append_pages(std::span<const TokenKey> keys, std::span<const std::byte* const> pages,
                     std::span<const LayerKv> layers);
@@ -71,6 +73,7 @@ void Capture::begin(const Pass& pass) {
   impl_->kept.clear();
   impl_->audit.clear();
   if (impl_->sink == nullptr) return;
+  impl_->writer.forget();
   for (std::int32_t row = 0; row < pass.rows(); ++row) {
     const auto at = static_cast<std::size_t>(row);
     if (!pass.fresh.empty() && pass.fresh[at] == 0) continue;
@@ -78,36 +81,41 @@ void Capture::begin(const Pass& pass) {
     if (impl_->audited(pass.keys[at])) impl_->audit.add(row, pass.keys[at]);
   }
   impl_->kept.all = std::ssize(impl_->kept.keys) == pass.asked_rows();
-  if (impl_->there) impl_->want_places();
+  if (impl_->there) impl_->there->begin(pass.rows(), impl_->kept, impl_->audit);
 }
 
-/// What the pass will leave on the device, place by place.
-void Capture::Impl::want_places() {
+/// What a pass leaves on the device, place by place.
+std::vector<DeviceCapture::Wanted> Capture::Impl::wanted() const {
+  using Form = DeviceCapture::Form;
   const ModelConfig& model = agreement.model;
-  there->begin(pass->rows(), kept, audit);
-  for (std::int32_t l = 0; l < model.num_layers && !kept.empty(); ++l) {
+  const std::int64_t slots = model.experts_per_token;
+  std::vector<DeviceCapture::Wanted> all;
+  for (std::int32_t l = 0; l < model.num_layers; ++l) {
     for (const Site site : {Site::kRouter, Site::kW13In, Site::kW2In, Site::kK, Site::kV}) {
       const Place place = {Layer{l}, site};
       const Encoding encoding = agreement.encoding(place);
       const bool is_activation = site == Site::kW13In || site == Site::kW2In;
       if (bf16 && site != Site::kRouter && site != Site::kW2In) {
-        there->want_numbers(place, agreement.layout(place, Encoding::kBf16).width);
+        const std::int64_t width = agreement.layout(place, Encoding::kBf16).width;
+        all.push_back({Form::kNumbers, place, width * std::int64_t{sizeof(Bf16)}});
       }
       if (site == Site::kRouter && encoding != Encoding::kNone) {
-        there->want_routes(place, model.experts_per_token);
+        all.push_back({Form::kRoutes, place, slots * std::int64_t{sizeof(std::int32_t)}});
       }
       if (is_activation && encoding != Encoding::kNone) {
-        there->want_records(place, agreement.layout(place, encoding));
+        const RowLayout layout = agreement.layout(place, encoding);
+        all.push_back({Form::kRecords, place, layout.bytes(), layout});
       }
-      if (!is_activation || audit.empty() || !audits(place)) continue;
-      const Quantizer& rule = agreement.rule(site);
+      if (!is_activation || !audits(place)) continue;
+      const Quantizer rule = agreement.rule(site);
       const bool is_w2 = site == Site::kW2In;
       const std::int64_t cols = is_w2 ? model.expert_width : model.hidden;
-      there->want_audits(place, is_w2 ? model.experts_per_token : 1, rule.code_bytes(cols),
-                         rule.scale_cols(cols));
+      const std::int64_t each = is_w2 ? slots : 1;
+      all.push_back(
+          {Form::kAudits, place, each * rule.code_bytes(cols), {}, each, rule.scale_cols(cols)});
     }
   }
-  there->commit();
+  return all;
 }
 
 RowLayout Capture::layout(Layer layer, Site site) const {
@@ -141,8 +149,10 @@ void Capture::activations(const Pass& pass, Layer layer, Site site,
   if (kept.encoding != Encoding::kNone && !impl_->kept.empty()) {
     impl_->writer.records(impl_->kept, place, kept, records);
   }
-  if (impl_->audit.empty() || !impl_->audits(place)) return;
-  impl_->writer.audits(impl_->audit, place, codes, codes.codes.shape[0] / pass.rows());
+  if (!impl_->audit.empty() && impl_->audits(place)) {
+    impl_->writer.audits(impl_->audit, place, codes, codes.codes.shape[0] / pass.rows());
+  }
+  impl_->hand_on();
 }
 
 void Capture::numbers([[maybe_unused]] const Pass& pass, Layer layer, Site site,
@@ -151,13 +161,16 @@ void Capture::numbers([[maybe_unused]] const Pass& pass, Layer layer, Site site,
   assert(impl_->pass == &pass && "begin() comes before the pass");
   if (impl_->there) return impl_->there->take_numbers({layer, site}, x);
   impl_->writer.numbers(impl_->kept, {layer, site}, x);
+  impl_->hand_on();
 }
 
 void Capture::routes([[maybe_unused]] const Pass& pass, Layer layer,
                      TensorView<const std::int32_t, 2> experts) {
   if (layout(layer, Site::kRouter).encoding == Encoding::kNone || impl_->kept.empty()) return;
   assert(impl_->pass == &pass && "begin() comes before the pass");
-  if (!impl_->there) impl_->writer.routes(impl_->kept, {layer, Site::kRouter}, experts);
+  if (impl_->there) return;
+  impl_->writer.routes(impl_->kept, {layer, Site::kRouter}, experts);
+  impl_->hand_on();
 }
 
 void Capture::send() {
@@ -186,7 +199,8 @@ void Capture::Impl::append_rows(std::span<const TokenKey> of,
   const RowLayout layout = agreement.layout(place, encoding);
   const bool wide = agreement.rule(place.site).is_wide();
   const auto width = static_cast<std::size_t>(layout.bytes());
-  const std::span<std::byte> out = writer.room(of.size(), layout.bytes());
+  room.resize(of.size() * width);
+  const std::span<std::byte> out = room;
   parallel_for(
       static_cast<std::int64_t>(of.size()), kGrain, [&](std::int64_t first, std::int64_t end) {
         for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {

@@ -13,20 +13,24 @@ namespace lockstep::rollout {
 
 class DeviceCapture {
  public:
-  DeviceCapture(Workplace& at, std::int32_t layers);
+  enum class Form : std::uint8_t { kRecords, kRoutes, kNumbers, kAudits };
+  /// What a pass leaves at a place.
+  struct Wanted {
+    Form form;
+    Place place;
+    std::int64_t cols;             // bytes a row; of audits the codes'
+    RowLayout layout{};            // of records
+    std::int64_t slots = 1;        // of audits
+    std::int64_t scale_bytes = 0;  // of a slot
+  };
 
-  /// Forgets the places of the last pass.
+  /// `wanted` of every pass; audits only where rows are audited.
+  DeviceCapture(Workplace& at, std::int32_t layers, std::vector<Wanted> wanted);
+
+  /// Before a pass of so many rows: its room is there afterwards. Numbers and audited codes are of
+  /// the rows that are kept, the rest of all rows. What the last pass left has been copied, or is
+  /// copied first.
   void begin(std::int64_t rows, const KeptRows& kept, const KeptRows& audited);
-
-  /// Room for the rows of a place; all of it before commit(). Numbers and audited codes are of the
-  /// rows that are kept, the rest of all rows.
-  void want_records(Place place, const RowLayout& layout);
-  void want_routes(Place place, std::int32_t slots);
-  void want_numbers(Place place, std::int64_t width);
-  void want_audits(Place place, std::int64_t slots, std::int64_t code_bytes,
-                   std::int64_t scale_bytes);
-  /// The room is there. What the last pass left has been copied, or is copied first.
-  void commit();
 
   TensorView<std::uint8_t, 2> records(Place place) const;
   TensorView<std::int32_t, 2> routes(Place place) const;
@@ -46,31 +50,27 @@ class DeviceCapture {
   void drop() noexcept;
 
  private:
-  enum class Form : std::uint8_t { kRecords, kRoutes, kNumbers, kAudits };
   struct Kept {
-    Form form;
-    Place place;
-    std::int64_t rows, cols;  // bytes a row
-    std::int64_t offset;
-    RowLayout layout{};                   // of records
-    std::int64_t slots = 1;               // of audits, whose codes come first
+    const Wanted* wanted = nullptr;
+    std::int64_t rows = 0;
+    std::int64_t offset = 0;
     std::int64_t scales = 0, global = 0;  // where the rest of an audit's is
-    std::int64_t scale_bytes = 0;         // of a slot
   };
   struct Rows {
     KeptRows kept, audited;
-    std::int64_t count = 0;
     std::vector<Kept> places;
     std::int64_t bytes = 0;
   };
 
-  Kept& add(Form form, Place place, std::int64_t rows, std::int64_t cols);
+  void add(const Wanted& wanted, std::int64_t rows);
   std::int64_t reserve(std::int64_t bytes);
+  std::byte* of(const Kept& kept) const { return there_ + kept.offset; }
   const Kept* find(Form form, Place place) const;
   static std::size_t slot_of(Form form, Place place);
-  void put(RowWriter& writer, const Kept& place) const;
+  void put(RowWriter& writer, const Kept& kept);
 
   Workplace* at_;
+  const std::vector<Wanted> wanted_;
   Rows now_;
   Rows sent_;  // on its way, or there
   bool underway_ = false;

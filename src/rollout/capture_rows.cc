@@ -38,34 +38,35 @@ void RowWriter::records(const KeptRows& kept, Place place, const RowLayout& layo
   const auto width = static_cast<std::size_t>(layout.bytes());
   const auto* data = reinterpret_cast<const std::byte*>(from.data);
   if (kept.all && from.stride[0] == layout.bytes()) {
-    return sink_->append(kept.keys, {place, layout, {data, kept.keys.size() * width}});
+    kept_.push_back({place, layout, {data, kept.keys.size() * width}});
+    return;
   }
   const std::span<std::byte> out = room(kept.keys.size(), layout.bytes());
-  for (std::size_t i = 0; i < kept.rows.size(); ++i) {
-    std::memcpy(&out[i * width], data + kept.rows[i] * from.stride[0], width);
+  for (std::size_t i = 0; i < kept.keys.size(); ++i) {
+    std::memcpy(&out[i * width], data + kept.row(i) * from.stride[0], width);
   }
-  sink_->append(kept.keys, {place, layout, out});
+  kept_.push_back({place, layout, out});
 }
 
-void RowWriter::audits(const KeptRows& kept, Place place,
+void RowWriter::audits(const KeptRows& audited, Place place,
                        const PackedView<const std::uint8_t>& from, std::int64_t slots) {
   const RowLayout full = agreement_->layout(place, Encoding::kCodes);
-  const std::span<std::byte> out = room(kept.keys.size(), full.bytes());
-  for (std::size_t i = 0; i < kept.rows.size(); ++i) {
-    pack_row(from, kept.rows[i] * slots, slots, full.exponents > 0,
+  const std::span<std::byte> out = room(audited.keys.size(), full.bytes());
+  for (std::size_t i = 0; i < audited.keys.size(); ++i) {
+    pack_row(from, audited.row(i) * slots, slots, full.exponents > 0,
              &out[i * static_cast<std::size_t>(full.bytes())]);
   }
-  sink_->append(kept.keys, {place, full, out});
+  audits_.push_back({place, full, out});
 }
 
 void RowWriter::numbers(const KeptRows& kept, Place place, TensorView<const Bf16, 2> from) {
   const RowLayout layout = agreement_->layout(place, Encoding::kBf16);
   const auto width = static_cast<std::size_t>(layout.bytes());
   const std::span<std::byte> out = room(kept.keys.size(), layout.bytes());
-  for (std::size_t i = 0; i < kept.rows.size(); ++i) {
-    std::memcpy(&out[i * width], from.data + kept.rows[i] * from.stride[0], width);
+  for (std::size_t i = 0; i < kept.keys.size(); ++i) {
+    std::memcpy(&out[i * width], from.data + kept.row(i) * from.stride[0], width);
   }
-  sink_->append(kept.keys, {place, layout, out});
+  kept_.push_back({place, layout, out});
 }
 
 void RowWriter::routes(const KeptRows& kept, Place place, TensorView<const std::int32_t, 2> from) {
@@ -74,8 +75,8 @@ void RowWriter::routes(const KeptRows& kept, Place place, TensorView<const std::
   const bool wide = layout.encoding == Encoding::kExperts16;
   const std::span<std::byte> out = room(kept.keys.size(), layout.bytes());
   std::byte* next = out.data();
-  for (std::size_t i = 0; i < kept.rows.size(); ++i) {
-    const std::int32_t* chosen = from.data + kept.rows[i] * from.stride[0];
+  for (std::size_t i = 0; i < kept.keys.size(); ++i) {
+    const std::int32_t* chosen = from.data + kept.row(i) * from.stride[0];
     for (std::int32_t k = 0; k < layout.width; ++k) {
       const std::int32_t expert = chosen[k];
       if (expert < 0 || expert >= count || std::find(chosen, chosen + k, expert) != chosen + k) {
@@ -87,7 +88,31 @@ void RowWriter::routes(const KeptRows& kept, Place place, TensorView<const std::
       if (wide) *next++ = static_cast<std::byte>(expert >> 8);
     }
   }
-  sink_->append(kept.keys, {place, layout, out});
+  kept_.push_back({place, layout, out});
+}
+
+std::span<std::byte> RowWriter::room(std::size_t rows, std::int32_t row_bytes) {
+  if (used_ == rooms_.size()) rooms_.emplace_back();
+  std::vector<std::byte>& room = rooms_[used_++];
+  room.resize(rows * static_cast<std::size_t>(row_bytes));
+  return room;
+}
+
+void RowWriter::forget() {
+  kept_.clear();
+  audits_.clear();
+  used_ = 0;
+}
+
+void RowWriter::hand_on(std::span<const TokenKey> kept, std::span<const TokenKey> audited) {
+  try {
+    if (!kept_.empty()) sink_->append_all(kept, kept_);
+    if (!audits_.empty()) sink_->append_all(audited, audits_);
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
 }
 
 }  // namespace lockstep::rollout

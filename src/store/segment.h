@@ -1,7 +1,9 @@
 /// Segments: append-only files of whole spans. See docs/formats/segment.md.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -91,6 +93,17 @@ struct Block {
   std::vector<std::byte> payload;
   std::vector<Run> runs;
   const std::byte* rows = nullptr;
+
+  /// copy_rows() to `out`, rows of `row_bytes` each; a null one asks for presence alone.
+  std::size_t copy(std::int32_t row_bytes, std::int32_t position, std::byte* out,
+                   std::span<std::uint8_t> present) const {
+    return copy_rows(runs, position, present,
+                     [&](std::int64_t row, std::int64_t count, std::int64_t at) {
+                       if (out == nullptr) return;
+                       std::memcpy(out + row_offset(at, row_bytes),
+                                   rows + row_offset(row, row_bytes), row_offset(count, row_bytes));
+                     });
+  }
 };
 
 enum class BlockFault : std::uint8_t {

@@ -71,8 +71,7 @@ void read_all(const Bytes& bytes) {
       const std::int32_t row = ref.layout.bytes();
       Bytes out(positions * static_cast<std::size_t>(row));
       std::vector<std::uint8_t> present(positions);
-      const std::size_t found =
-          copy_rows(block->runs, block->rows, row, ref.first, out.data(), present);
+      const std::size_t found = block->copy(row, ref.first, out.data(), present);
       require(found == static_cast<std::size_t>(ref.rows));
     }
   }

@@ -425,6 +425,7 @@ void write_example(const File& file) {
   body.columns.emplace_back(kRouter, kRoutes);
   const Bytes rows = {std::byte{3}, std::byte{9}, std::byte{0}, std::byte{15}};
   body.columns[0].append(4, 2, rows.data());
+  body.columns[0].close();
   SegmentWriter writer = value_or_throw(
       SegmentWriter::create(shared, {.contract = kContract, .run = 42, .number = 1}));
   const Span span = {

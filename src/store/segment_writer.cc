@@ -76,8 +76,9 @@ BlockRef put_block(Bytes& out, std::int64_t offset, SpanId span, const Column& c
     put_32(out, run.position);
     put_32(out, run.count);
   }
-  const std::byte* data = column.data() + row_offset(part.front().row, column.row_bytes());
-  out.insert(out.end(), data, data + row_offset(rows, column.row_bytes()));
+  const std::size_t begin = out.size();
+  out.resize(begin + row_offset(rows, column.row_bytes()));
+  column.copy(part.front().row, rows, out.data() + begin);
   const std::uint32_t crc = end_frame(out, at, FrameType::kBlock);
   return {.offset = static_cast<std::uint64_t>(offset),
           .length = out.size() - at - kFrameBytes,

@@ -1,7 +1,7 @@
 #include "store/span_body.h"
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <new>
 
 #include "base/error.h"
@@ -9,45 +9,32 @@
 
 namespace lockstep::store {
 
-std::size_t copy_rows(std::span<const Run> runs, const std::byte* rows, std::int32_t row_bytes,
-                      std::int32_t position, std::byte* out, std::span<std::uint8_t> present) {
-  const std::int64_t end = position + static_cast<std::int64_t>(present.size());
-  auto run = std::partition_point(runs.begin(), runs.end(), [position](const Run& r) {
-    return std::int64_t{r.position} + r.count <= position;
-  });
-  std::size_t found = 0;
-  for (; run != runs.end() && run->position < end; ++run) {
-    const std::int64_t first = std::max(run->position, position);
-    const std::int64_t last = std::min(std::int64_t{run->position} + run->count, end);
-    const auto at = static_cast<std::size_t>(first - position);
-    const auto count = static_cast<std::size_t>(last - first);
-    if (out != nullptr) {
-      std::memcpy(out + row_offset(first - position, row_bytes),
-                  rows + row_offset(run->row + first - run->position, row_bytes),
-                  row_offset(last - first, row_bytes));
-    }
-    std::memset(present.data() + at, 1, count);
-    found += count;
-  }
-  return found;
+void Column::begin_run(std::int32_t position) {
+  end_run();
+  runs_.push_back({position, 0, rows_});
 }
 
-void Column::append(std::int32_t position, std::int32_t count, const std::byte* rows) {
-  if (rows_ + count > capacity_) {
-    // By an eighth: what is promised to a store counts rows, what it holds counts this.
-    resize(std::max(rows_ + count, capacity_ + std::max<std::int64_t>(capacity_ / 8, 8)));
-  }
-  std::memcpy(bytes_.get() + row_offset(rows_, row_bytes_), rows, row_offset(count, row_bytes_));
-  if (position == end_ && !runs_.empty()) {
-    runs_.back().count += count;
-  } else {
-    runs_.push_back({position, count, rows_});
-  }
-  rows_ += count;
-  end_ = position + count;
+void Column::end_run() {
+  if (!runs_.empty()) runs_.back().count = end_ - runs_.back().position;
+}
+
+/// For `wanted` rows that come now, or for as many as may come one by one.
+void Column::add_piece(std::int64_t wanted) {
+  // By an eighth: what is promised to a store counts rows, what it holds counts this.
+  const std::int64_t most = std::max<std::int64_t>(kPieceBytes / row_bytes_, kLeastPiece);
+  const std::int64_t more =
+      pieces_.empty() ? first_piece_ : std::clamp<std::int64_t>(rows_ / 8, kLeastPiece, most);
+  const std::int64_t count = std::max(wanted, more);
+  auto* const bytes = static_cast<std::byte*>(std::malloc(row_offset(count, row_bytes_)));
+  if (bytes == nullptr) throw std::bad_alloc();
+  pieces_.push_back({rows_, {bytes, {}}});
+  next_ = bytes;
+  left_ = static_cast<std::int32_t>(count);
+  capacity_ += count;
 }
 
 void Column::truncate(std::int32_t position) {
+  end_run();
   while (!runs_.empty() && runs_.back().position >= position) {
     rows_ -= runs_.back().count;
     runs_.pop_back();
@@ -59,23 +46,44 @@ void Column::truncate(std::int32_t position) {
     last.count = kept;
   }
   end_ = runs_.empty() ? 0 : runs_.back().position + runs_.back().count;
+  while (!pieces_.empty() && pieces_.back().row >= rows_) {
+    capacity_ = pieces_.back().row;  // full pieces come before the last
+    pieces_.pop_back();
+  }
+  const std::int64_t in_last = pieces_.empty() ? 0 : rows_ - pieces_.back().row;
+  next_ = pieces_.empty() ? nullptr : pieces_.back().bytes.get() + row_offset(in_last, row_bytes_);
+  left_ = static_cast<std::int32_t>(capacity_ - rows_);
 }
 
-void Column::shrink() {
-  if (rows_ < capacity_) resize(rows_);
+void Column::close() {
+  end_run();
+  if (left_ > 0) {
+    Piece& last = pieces_.back();
+    void* const less = std::realloc(last.bytes.get(), row_offset(rows_ - last.row, row_bytes_));
+    if (less == nullptr) throw std::bad_alloc();
+    static_cast<void>(last.bytes.release());
+    last.bytes.reset(static_cast<std::byte*>(less));
+    next_ = nullptr;
+    left_ = 0;
+    capacity_ = rows_;
+  }
   runs_.shrink_to_fit();
 }
 
-void Column::resize(std::int64_t rows) {
-  if (rows == 0) {
-    bytes_.reset();
-  } else {
-    void* grown = std::realloc(bytes_.get(), row_offset(rows, row_bytes_));
-    if (grown == nullptr) throw std::bad_alloc();
-    static_cast<void>(bytes_.release());
-    bytes_.reset(static_cast<std::byte*>(grown));
+void Column::copy(std::int64_t row, std::int64_t count, std::byte* out) const {
+  auto piece = std::prev(std::partition_point(pieces_.begin(), pieces_.end(),
+                                              [row](const Piece& p) { return p.row <= row; }));
+  while (count > 0) {
+    const auto next = std::next(piece);
+    const std::int64_t end = next == pieces_.end() ? rows_ : next->row;
+    const std::int64_t n = std::min(count, end - row);
+    std::memcpy(out, piece->bytes.get() + row_offset(row - piece->row, row_bytes_),
+                row_offset(n, row_bytes_));
+    out += row_offset(n, row_bytes_);
+    row += n;
+    count -= n;
+    piece = next;
   }
-  capacity_ = rows;
 }
 
 namespace {

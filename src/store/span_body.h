@@ -1,9 +1,11 @@
 /// The records of one span in memory: a column of rows for each place and encoding.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <vector>
@@ -25,55 +27,114 @@ struct Run {
   std::int64_t row = 0;
 };
 
-/// Copies what `runs` (ascending) hold of positions [position, position + present.size()) from
-/// `rows` to `out`, and sets present; where they hold nothing, neither is touched. A null `out`
-/// asks for presence alone. Returns how many were there.
-std::size_t copy_rows(std::span<const Run> runs, const std::byte* rows, std::int32_t row_bytes,
-                      std::int32_t position, std::byte* out, std::span<std::uint8_t> present);
+/// Copies what `runs` (ascending) hold of positions [position, position + present.size()) and sets
+/// present; where they hold nothing, nothing is touched. `copy(row, count, at)` copies rows from
+/// index `row` on to where the asked row `at` goes. Returns how many were there.
+template <typename Copy>
+std::size_t copy_rows(std::span<const Run> runs, std::int32_t position,
+                      std::span<std::uint8_t> present, const Copy& copy) {
+  const std::int64_t end = position + static_cast<std::int64_t>(present.size());
+  auto run = std::partition_point(runs.begin(), runs.end(), [position](const Run& r) {
+    return std::int64_t{r.position} + r.count <= position;
+  });
+  std::size_t found = 0;
+  for (; run != runs.end() && run->position < end; ++run) {
+    const std::int64_t first = std::max(run->position, position);
+    const std::int64_t last = std::min(std::int64_t{run->position} + run->count, end);
+    const auto count = static_cast<std::size_t>(last - first);
+    copy(run->row + first - run->position, last - first, first - position);
+    std::memset(present.data() + (first - position), 1, count);
+    found += count;
+  }
+  return found;
+}
 
 /// Rows of one place under one encoding, in ascending order of position. Audit rows leave gaps.
-class Column {
+/// They lie in pieces, each asked for when the last is full, so that none is copied to grow.
+class alignas(64) Column {
  public:
   Column() = default;
-  Column(Place place, RowLayout layout)
-      : row_bytes_(layout.bytes()), place_(place), layout_(layout) {}
+  /// `stagger`, any number: columns that differ in it ask for memory at different rows.
+  Column(Place place, RowLayout layout, std::size_t stagger = 0)
+      : row_bytes_(layout.bytes()),
+        first_piece_(1 + static_cast<std::int32_t>(stagger % kLeastPiece)),
+        place_(place),
+        layout_(layout) {}
 
   Place place() const { return place_; }
   const RowLayout& layout() const { return layout_; }
   std::int32_t row_bytes() const { return row_bytes_; }
   bool made() const { return row_bytes_ > 0; }
-  std::span<const Run> runs() const { return runs_; }
   std::int64_t rows() const { return rows_; }
   std::int32_t end() const { return end_; }  // past the last position, 0 when empty
-  const std::byte* data() const { return bytes_.get(); }
   std::int64_t bytes() const { return rows_ * row_bytes_; }
   std::int64_t capacity_bytes() const { return capacity_ * row_bytes_; }
 
-  /// Keeps `count` rows of consecutive positions. Requires position >= end(). What it takes of
-  /// memory stays within an eighth, and 8 rows, of what the rows need.
-  void append(std::int32_t position, std::int32_t count, const std::byte* rows);
+  /// Makes room for `count` rows of consecutive positions, which the caller fills before anybody
+  /// reads: put(to, first, n) tells where n of them go, from the first-th on. Requires
+  /// position >= end(). What it takes of memory stays within an eighth, and 8 rows, of what the
+  /// rows need.
+  template <typename Put>
+  void extend(std::int32_t position, std::int32_t count, const Put& put) {
+    if (position != end_ || rows_ == 0) begin_run(position);
+    end_ = position + count;
+    for (std::int32_t first = 0; first < count;) {
+      if (left_ == 0) add_piece(count - first);
+      const std::int32_t n = std::min(left_, count - first);
+      put(next_, first, n);
+      next_ += row_offset(n, row_bytes_);
+      left_ -= n;
+      rows_ += n;
+      first += n;
+    }
+  }
+
+  /// Keeps rows: extend() and a copy.
+  void append(std::int32_t position, std::int32_t count, const std::byte* rows) {
+    extend(position, count, [&](std::byte* to, std::int32_t first, std::int32_t n) {
+      std::memcpy(to, rows + row_offset(first, row_bytes_), row_offset(n, row_bytes_));
+    });
+  }
 
   /// Forgets rows from `position` on.
   void truncate(std::int32_t position);
 
-  /// Gives back memory that holds no row.
-  void shrink();
+  /// No row comes any more. Gives back memory that holds none.
+  void close();
+
+  /// Once it is closed.
+  std::span<const Run> runs() const { return runs_; }
+  /// Copies rows [row, row + count) to `out`.
+  void copy(std::int64_t row, std::int64_t count, std::byte* out) const;
 
  private:
+  static constexpr std::int32_t kLeastPiece = 8;
+  static constexpr std::int32_t kPieceBytes = 16 << 10;  // rows that come one by one
+
   struct Free {
     void operator()(std::byte* p) const { std::free(p); }
   };
-  void resize(std::int64_t rows);
+  struct Piece {
+    std::int64_t row = 0;  // index of its first
+    std::unique_ptr<std::byte, Free> bytes;
+  };
+
+  void begin_run(std::int32_t position);
+  void end_run();
+  void add_piece(std::int64_t wanted);
 
   // What a one-row append touches comes first.
-  std::unique_ptr<std::byte, Free> bytes_;  // malloc's, so that it grows and shrinks in place
+  std::byte* next_ = nullptr;  // where the next row goes
   std::int64_t rows_ = 0;
-  std::int64_t capacity_ = 0;  // in rows
+  std::int32_t left_ = 0;  // rows that the last piece still takes
   std::int32_t end_ = 0;
   std::int32_t row_bytes_ = 0;
-  std::vector<Run> runs_;
+  std::int32_t first_piece_ = 0;
   Place place_{};
   RowLayout layout_{};
+  std::int64_t capacity_ = 0;  // in rows
+  std::vector<Run> runs_;      // the last one's count is known when another begins, or at the end
+  std::vector<Piece> pieces_;
 };
 
 /// Numbers the columns of a store densely, so that a hot path finds one without a search.

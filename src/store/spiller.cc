@@ -23,11 +23,15 @@ bool Store::Impl::wants_spill() {
 void Store::Impl::work() {
   std::unique_lock lock(mutex);
   while (true) {
-    work_cv.wait(lock,
-                 [&] { return stop || !forgotten.empty() || !wanted.empty() || wants_spill(); });
+    work_cv.wait(lock, [&] {
+      return stop || !given_up.empty() || !forgotten.empty() || !wanted.empty() ||
+             (disk && wants_spill());
+    });
     if (stop && forgotten.empty()) return;
     busy = true;
-    if (!forgotten.empty()) {
+    if (!given_up.empty()) {
+      free_bodies(lock);
+    } else if (!forgotten.empty()) {
       forget_on_disk(lock);
     } else if (!wanted.empty()) {
       load_body(lock);
@@ -41,6 +45,14 @@ void Store::Impl::work() {
     busy = false;
     done_cv.notify_all();
   }
+}
+
+/// Many pieces of memory each, which nobody should wait for.
+void Store::Impl::free_bodies(std::unique_lock<std::mutex>& lock) {
+  auto bodies = std::exchange(given_up, {});
+  lock.unlock();
+  bodies.clear();
+  lock.lock();
 }
 
 void Store::Impl::evict_clean() {
@@ -108,7 +120,7 @@ void Store::Impl::load_body(std::unique_lock<std::mutex>& lock) {
   if (found == spans.end() || found->second.disk != from || found->second.body) return;
   auto body = std::make_shared<Body>();
   for (Column& column : columns) {
-    column.shrink();
+    column.close();
     const std::size_t number = schema.id(column.place(), column.layout().encoding);
     if (number >= body->columns.size()) body->columns.resize(schema.size());
     body->columns[number] = std::move(column);

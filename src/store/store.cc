@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/parallel.h"
 #include "base/text.h"
 #include "store/store_impl.h"
 
@@ -25,6 +26,9 @@ std::size_t run_length(std::span<const TokenKey> tokens, std::size_t i) {
   return end - i;
 }
 
+constexpr std::size_t kCopyApart = 16 << 10;  // bytes of a span
+constexpr std::int64_t kCopiesATask = 8;
+
 void require_rows(std::size_t tokens, std::size_t bytes, const RowLayout& layout) {
   const std::int32_t row = layout.bytes();
   if (row <= 0) throw Error("records: a layout of 0 bytes a row; ask for no such record");
@@ -41,6 +45,12 @@ void require_layout(const RowLayout& held, const RowLayout& asked, Place place) 
 }
 
 }  // namespace
+
+void Apart::run() const {
+  parallel_for(std::ssize(copies), kCopiesATask, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t i = first; i < end; ++i) copies[static_cast<std::size_t>(i)].run();
+  });
+}
 
 Store::Impl::Impl(const Options& given) : options(given) {
   if (options.ram_bytes < 0 || options.disk_bytes < 0 || options.segment_bytes <= 0) {
@@ -93,35 +103,68 @@ Entry& Store::Impl::cached_entry(std::size_t i, SpanId span) {
   return *entry;
 }
 
-void Store::Impl::append_run(Entry& entry, std::size_t number, std::int32_t position,
-                             std::int32_t count, const Rows<const std::byte>& rows,
-                             const std::byte* first) {
+/// Room for `count` rows of a span, from position on; `put` as in Column::extend().
+template <typename Put>
+void Store::Impl::extend(Entry& entry, std::size_t number, std::int32_t position,
+                         std::int32_t count, Place place, const RowLayout& layout, const Put& put) {
   std::vector<Column>& columns = entry.body->columns;
   if (number >= columns.size()) columns.resize(schema.size());
   Column& column = columns[number];
-  const std::int64_t before = column.capacity_bytes();
   if (!column.made()) {
-    column = Column(rows.place, rows.layout);
+    column = Column(place, layout, number);
   } else {
-    require_layout(column.layout(), rows.layout, rows.place);
+    require_layout(column.layout(), layout, place);
   }
   if (position < std::max(column.end(), entry.span.first) ||
       position > static_cast<std::int32_t>(kMaxPosition) - count) {
-    throw Error(cat({"record of span ", hex(entry.span.id.value), ", position ", position,
-                     ": the span begins at ", entry.span.first, " and layer ",
-                     rows.place.layer.value, ", site ", static_cast<int>(rows.place.site),
-                     " is recorded up to ", column.end(), " already"}));
+    throw Error(
+        cat({"record of span ", hex(entry.span.id.value), ", position ", position,
+             ": the span begins at ", entry.span.first, " and layer ", place.layer.value, ", site ",
+             static_cast<int>(place.site), " is recorded up to ", column.end(), " already"}));
   }
-  column.append(position, count, first);
+  const std::int64_t before = column.capacity_bytes();
+  column.extend(position, count, put);
   const std::int64_t grown = column.capacity_bytes() - before;
+  if (grown == 0) return;
   entry.body_bytes += grown;
   ram_used += grown;
+}
+
+/// `row_bytes` of a token at all places together.
+void Store::Impl::append(std::span<const TokenKey> tokens,
+                         std::span<const Rows<const std::byte>> places, std::size_t row_bytes,
+                         Apart& apart) {
+  struct Into {
+    const Rows<const std::byte>* rows;
+    std::size_t column;
+    std::int32_t width;
+  };
+  std::vector<Into> into;
+  for (const Rows<const std::byte>& rows : places) {
+    into.push_back({&rows, schema.id(rows.place, rows.layout.encoding), rows.layout.bytes()});
+  }
+  for (std::size_t i = 0, count = 0; i < tokens.size(); i += count) {
+    count = run_length(tokens, i);
+    Entry& entry = cached_entry(i, tokens[i].span);
+    const bool later = row_bytes * count >= kCopyApart;
+    if (later) apart.bodies.push_back(entry.body);
+    for (const auto& [rows, column, width] : into) {
+      const std::byte* const from =
+          rows->bytes.data() + row_offset(static_cast<std::int64_t>(i), width);
+      extend(entry, column, tokens[i].position, static_cast<std::int32_t>(count), rows->place,
+             rows->layout, [&, width = width](std::byte* to, std::int32_t first, std::int32_t n) {
+               const CopyOf copy = {to, from + row_offset(first, width), row_offset(n, width)};
+               later ? apart.copies.push_back(copy) : copy.run();
+             });
+    }
+  }
 }
 
 void Store::Impl::drop(Entries::iterator found) {
   Entry& entry = found->second;
   if (entry.body) ram_used -= entry.body_bytes;
   if (entry.body && entry.disk) clean_bytes -= entry.body_bytes;
+  if (entry.body) given_up.push_back(std::move(entry.body));
   if (!entry.sealed) --open_spans;
   if (entry.disk) forgotten.push_back(entry.disk);
   unspilled.erase(entry.order);
@@ -138,7 +181,7 @@ void Store::Impl::wake() {
 }
 
 void Store::Impl::wake_if_pressed() {
-  if (disk && (wants_spill() || !forgotten.empty())) wake();
+  if (!given_up.empty() || (disk && (wants_spill() || !forgotten.empty()))) wake();
 }
 
 std::size_t Store::Impl::read_run(TokenKey first, ContractId contract, const Rows<std::byte>& rows,
@@ -164,7 +207,11 @@ std::size_t Store::Impl::read_run(TokenKey first, ContractId contract, const Row
   const Column& held = body->columns[static_cast<std::size_t>(column)];
   if (held.rows() == 0) return 0;
   require_layout(held.layout(), rows.layout, rows.place);
-  return copy_rows(held.runs(), held.data(), held.row_bytes(), first.position, out, present);
+  return copy_rows(held.runs(), first.position, present,
+                   [&](std::int64_t row, std::int64_t count, std::int64_t at) {
+                     if (out == nullptr) return;
+                     held.copy(row, count, out + row_offset(at, held.row_bytes()));
+                   });
 }
 
 std::size_t Store::Impl::read_disk(const DiskSpan& from, TokenKey first,
@@ -182,8 +229,7 @@ std::size_t Store::Impl::read_disk(const DiskSpan& from, TokenKey first,
     require_layout(ref->layout, rows.layout, rows.place);
     if (ref->end <= first.position || ref->first >= end) continue;
     if (const std::optional<Block> block = load(from, *ref)) {
-      count +=
-          copy_rows(block->runs, block->rows, ref->layout.bytes(), first.position, out, present);
+      count += block->copy(ref->layout.bytes(), first.position, out, present);
     }
   }
   return count;
@@ -262,27 +308,38 @@ std::string Store::held() const {
 }
 
 void Store::append(std::span<const TokenKey> tokens, Rows<const std::byte> rows) {
-  require_rows(tokens.size(), rows.bytes.size(), rows.layout);
-  Impl& s = *impl_;
-  const std::int32_t row_bytes = rows.layout.bytes();
-  const std::lock_guard lock(s.mutex);
-  const std::size_t column = s.schema.id(rows.place, rows.layout.encoding);
-  for (std::size_t i = 0; i < tokens.size();) {
-    const std::size_t count = run_length(tokens, i);
-    s.append_run(s.cached_entry(i, tokens[i].span), column, tokens[i].position,
-                 static_cast<std::int32_t>(count), rows,
-                 rows.bytes.data() + row_offset(static_cast<std::int64_t>(i), row_bytes));
-    i += count;
+  append_all(tokens, {&rows, 1});
+}
+
+void Store::append_all(std::span<const TokenKey> tokens,
+                       std::span<const Rows<const std::byte>> places) {
+  std::size_t bytes = 0;
+  for (const Rows<const std::byte>& rows : places) {
+    require_rows(tokens.size(), rows.bytes.size(), rows.layout);
+    bytes += rows.bytes.size();
   }
-  s.counts.rows_written += static_cast<std::int64_t>(tokens.size());
-  s.counts.bytes_written += static_cast<std::int64_t>(rows.bytes.size());
-  s.wake_if_pressed();
+  if (tokens.empty()) return;
+  Apart apart;
+  try {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->append(tokens, places, bytes / tokens.size(), apart);
+    impl_->counts.rows_written += std::ssize(tokens) * std::ssize(places);
+    impl_->counts.bytes_written += static_cast<std::int64_t>(bytes);
+    impl_->wake_if_pressed();
+  } catch (...) {
+    apart.run();  // rows that have room have their bytes
+    throw;
+  }
+  apart.run();
 }
 
 void Store::truncate(SpanId span, std::int32_t position) {
   const std::lock_guard lock(impl_->mutex);
   Entry& entry = impl_->open_entry(span, "truncating");
   for (Column& column : entry.body->columns) column.truncate(position);
+  const std::int64_t bytes = entry.body->capacity_bytes();
+  impl_->ram_used += bytes - entry.body_bytes;
+  entry.body_bytes = bytes;
 }
 
 void Store::seal(SpanId span) {
@@ -290,7 +347,7 @@ void Store::seal(SpanId span) {
   const std::lock_guard lock(s.mutex);
   Entry& entry = s.open_entry(span, "sealing");
   Body& body = *entry.body;
-  for (Column& column : body.columns) column.shrink();
+  for (Column& column : body.columns) column.close();
   const std::int64_t bytes = body.capacity_bytes();
   s.ram_used += bytes - entry.body_bytes;
   entry.body_bytes = bytes;

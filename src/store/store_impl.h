@@ -4,13 +4,16 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -36,6 +39,22 @@ struct Entry {
   OnDisk disk{};                 // null: in RAM alone
 };
 
+/// Rows on their way into a span.
+struct CopyOf {
+  std::byte* to;
+  const std::byte* from;
+  std::size_t bytes;
+  void run() const { std::memcpy(to, from, bytes); }
+};
+
+/// Much of a span at a time, as its K and V come, is copied by all threads, past the mutex: nobody
+/// reads a span that is open, and whoever gives it up leaves its body to these copies.
+struct Apart {
+  std::vector<CopyOf> copies;
+  std::vector<std::shared_ptr<Body>> bodies;
+  void run() const;
+};
+
 /// What is counted since the last call of metrics().
 struct Counts {
   std::int64_t rows_written = 0;
@@ -56,8 +75,11 @@ struct Store::Impl {
   // Under the mutex, unless said otherwise.
   Entry& open_entry(SpanId span, const char* doing);
   Entry& cached_entry(std::size_t i, SpanId span);
-  void append_run(Entry& entry, std::size_t column, std::int32_t position, std::int32_t count,
-                  const Rows<const std::byte>& rows, const std::byte* first);
+  template <typename Put>
+  void extend(Entry& entry, std::size_t number, std::int32_t position, std::int32_t count,
+              Place place, const RowLayout& layout, const Put& put);
+  void append(std::span<const TokenKey> tokens, std::span<const Rows<const std::byte>> places,
+              std::size_t row_bytes, Apart& apart);
   void drop(Entries::iterator entry);
   void wake();
   void wake_if_pressed();
@@ -74,6 +96,7 @@ struct Store::Impl {
   void work();
   bool pressed();
   bool wants_spill();
+  void free_bodies(std::unique_lock<std::mutex>& lock);
   void evict_clean();
   void spill_oldest(std::unique_lock<std::mutex>& lock);
   void load_body(std::unique_lock<std::mutex>& lock);
@@ -98,9 +121,10 @@ struct Store::Impl {
   std::map<std::uint64_t, std::uint64_t> clean;      // order -> span, in RAM and on disk
   std::deque<std::uint64_t> wanted;                  // to be brought back
   std::vector<OnDisk> forgotten;
-  std::int64_t wanted_room = 0;  // bytes that admits() asked for
-  bool lowering = false;         // spilling on past the high water mark
-  bool busy = false;             // the store's own thread is at work
+  std::vector<std::shared_ptr<const Body>> given_up;  // whose memory that thread gives back
+  std::int64_t wanted_room = 0;                       // bytes that admits() asked for
+  bool lowering = false;                              // spilling on past the high water mark
+  bool busy = false;                                  // the store's own thread is at work
   bool stop = false;
   std::uint64_t flush_asked = 0;
   std::uint64_t flush_done = 0;

@@ -95,6 +95,57 @@ TEST_P(StoreTest, DecodeAppendsRowsOfManySpansAtOnce) {
   EXPECT_EQ(rows, 70 * (kSpans - 2) + 24 + 47);
 }
 
+/// Rows of two places in one call.
+void append_both(Store& store, const std::vector<TokenKey>& tokens) {
+  const Bytes w13 = rows_of(tokens, kW13, kLsb), k = rows_of(tokens, kK, kKv);
+  const Rows<const std::byte> places[] = {{kW13, kLsb, w13}, {kK, kKv, k}};
+  store.append_all(tokens, places);
+}
+
+// A span's memory comes in pieces: rows meet none of their borders, whatever is cut off between.
+TEST_P(StoreTest, RowsLieInManyPiecesAndAreCutAndWrittenAgain) {
+  Store store(options());
+  std::mt19937 random(7);
+  for (std::uint64_t id = 0; id < 12; ++id) {
+    store.open({.id = {id}, .first = 5}, kContract);
+    int end = 5;
+    while (end < 700) {
+      const int count = random() % 3 == 0 ? 1 + static_cast<int>(random() % 90) : 1;
+      append_both(store, positions({id}, end, end + count));
+      end += count;
+      if (random() % 20 != 0) continue;
+      end -= static_cast<int>(random() % 40) % (end - 4);
+      store.truncate({id}, end);
+    }
+    store.seal({id});
+    settle(store);
+    for (const auto& [first, last] : {std::pair(5, end), {17, 18}, {333, 402}}) {
+      const auto tokens = positions({id}, first, last);
+      EXPECT_EQ(own_rows(read(store, tokens, kW13, kLsb), tokens, kW13, kLsb), last - first);
+      EXPECT_EQ(own_rows(read(store, tokens, kK, kKv), tokens, kK, kKv), last - first);
+    }
+    const auto cut = positions({id}, end, end + 5);
+    EXPECT_EQ(own_rows(read(store, cut, kW13, kLsb), cut, kW13, kLsb), 0);
+  }
+}
+
+// What comes at once, of several spans and beside lone rows of others, is copied by all threads.
+TEST_P(StoreTest, MuchAtOnceIsKeptAsRowByRow) {
+  Store store(options());
+  std::vector<TokenKey> tokens;
+  for (const auto& [id, first, count] : {std::tuple(1, 0, 3000), {2, 10, 1}, {3, 0, 2500}}) {
+    const SpanId span{static_cast<std::uint64_t>(id)};
+    store.open({.id = span, .first = first}, kContract);
+    append_both(store, positions(span, first, first + 1));
+    for (const TokenKey& key : positions(span, first + 1, first + 1 + count)) tokens.push_back(key);
+  }
+  append_both(store, tokens);
+  for (const std::uint64_t id : {1, 2, 3}) store.seal({id});
+  settle(store);
+  EXPECT_EQ(own_rows(read(store, tokens, kW13, kLsb), tokens, kW13, kLsb), 5501);
+  EXPECT_EQ(own_rows(read(store, tokens, kK, kKv), tokens, kK, kKv), 5501);
+}
+
 // R80, R71: packing, padding and slices move tokens about; each meets its own row, and what is no
 // token meets none.
 TEST_P(StoreTest, R80_EachTokenMeetsItsOwnRowWhereverItStands) {
