@@ -5,8 +5,10 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "kernels/dense/add_norm.h"
 #include "kernels/dense/attention.h"
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/heads.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/rope.h"
 #include "rollout/capture.h"
@@ -74,7 +76,7 @@ struct Forward::Impl {
   void grow_rope(const Pass& pass);
   void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache, Capture& capture);
   void feed(const Pass& pass, std::int32_t layer, Capture& capture);
-  void add(std::int32_t layer, Check check, TensorView<Bf16, 2> x);
+  void add(std::int32_t layer, Check check, TensorView<Bf16, 2> of, std::span<const Bf16> norm);
   std::span<std::byte> attention_room();
   TensorView<float, 2> logits();
   void predict();
@@ -123,6 +125,11 @@ TensorView<const float, 2> Forward::Impl::run(const Pass& pass, std::span<const 
 /// shapes give equal work.
 void Forward::Impl::give(const Pass& pass, std::span<const LayerKv> cache, Capture& capture) {
   kernels::gather_rows(weights.embedding(), view.tokens, h(), at.stream);
+  kernels::rms_norm({.x = h(),
+                     .weight = weights.layer(0).attention_norm,
+                     .eps = agreement.model.rms_eps,
+                     .y = x()},
+                    at.stream);
   for (std::int32_t layer = 0; layer < agreement.model.num_layers; ++layer) {
     attend(pass, layer, cache[static_cast<std::size_t>(layer)], capture);
     feed(pass, layer, capture);
@@ -151,6 +158,7 @@ std::span<std::byte> Forward::Impl::attention_room() {
   return {workspace_.view(1, bytes).data, static_cast<std::size_t>(bytes)};
 }
 
+/// x() is what comes behind the layer's first norm.
 void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& cache,
                            Capture& capture) {
   const ModelConfig& model = agreement.model;
@@ -158,40 +166,33 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   const std::int64_t q_width = model.q_width();
   const std::int64_t kv_width = model.kv_width();
   const bool split_k = options.drift.split_k;
-  kernels::rms_norm({.x = h(), .weight = w.attention_norm, .eps = model.rms_eps, .y = x()},
-                    at.stream);
   const auto qkv = qkv_.view(rows, q_width + 2 * kv_width);
   kernels::linear_bf16(
       {.x = x(), .weight = w.qkv, .y_bf16 = qkv, .split_k = split_k, .settled = true}, at.stream);
+  std::int32_t* const bad = checks.cell(layer, Check::kQkv);
+  kernels::place_heads({.qkv = qkv,
+                        .num_heads = model.num_heads,
+                        .num_kv_heads = model.num_kv_heads,
+                        .head_dim = model.head_dim,
+                        .table = &rope,
+                        .q_norm = w.q_norm,
+                        .k_norm = w.k_norm,
+                        .eps = model.rms_eps,
+                        .k = cache.k,
+                        .v = cache.v,
+                        .rows = view.where,
+                        .counts = kv_counts.view(),
+                        .bad = bad},
+                       at.stream);
+  checks.look(bad);
   const auto part = [&](std::int64_t first, std::int64_t width) {
     return TensorView<Bf16, 2>{qkv.data + first, {rows, width}, qkv.stride, at.device};
   };
-  const auto q = part(0, q_width);
-  const auto k = part(q_width, kv_width);
-  const auto v = part(q_width + kv_width, kv_width);
-  kernels::RopeArgs turn{.x = q,
-                         .head_dim = model.head_dim,
-                         .positions = view.positions,
-                         .table = &rope,
-                         .norm = w.q_norm,
-                         .eps = model.rms_eps};
-  kernels::rope(turn, at.stream);
-  turn.x = k;
-  turn.norm = w.k_norm;
-  kernels::rope(turn, at.stream);
-  std::int32_t* const bad = checks.cell(layer, Check::kQkv);
-  kernels::first_nonfinite(qkv, bad, at.stream);
-  checks.look(bad);
+  capture.numbers(pass, {layer}, Site::kK, part(q_width, kv_width));
+  capture.numbers(pass, {layer}, Site::kV, part(q_width + kv_width, kv_width));
 
-  capture.numbers(pass, {layer}, Site::kK, k);
-  capture.numbers(pass, {layer}, Site::kV, v);
-
-  kernels::write_kv({.x = k, .kv = cache.k, .rows = view.where, .counts = kv_counts.view()},
-                    at.stream);
-  kernels::write_kv({.x = v, .kv = cache.v, .rows = view.where, .counts = kv_counts.view()},
-                    at.stream);
   const auto attended = attended_.view(rows, q_width);
-  kernels::attention({.q = q,
+  kernels::attention({.q = part(0, q_width),
                       .k = cache.k,
                       .v = cache.v,
                       .rows = view.where,
@@ -204,32 +205,37 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   kernels::linear_bf16(
       {.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k, .settled = true},
       at.stream);
-  add(layer, Check::kAttention, o());
+  add(layer, Check::kAttention, o(), w.mlp_norm);
 }
 
+/// x() is what comes behind the layer's second norm.
 void Forward::Impl::feed(const Pass& pass, std::int32_t layer, Capture& capture) {
-  const LayerWeights& w = weights.layer(layer);
-  kernels::rms_norm({.x = h(), .weight = w.mlp_norm, .eps = agreement.model.rms_eps, .y = x()},
-                    at.stream);
   capture.numbers(pass, {layer}, Site::kW13In, x());
-  experts.run(pass, {layer}, w, x(), capture, checks, o());
-  add(layer, Check::kExperts, o());
+  experts.run(pass, {layer}, weights.layer(layer), x(), capture, checks, o());
+  const bool is_last = layer + 1 == agreement.model.num_layers;
+  add(layer, Check::kExperts, o(),
+      is_last ? std::span<const Bf16>() : weights.layer(layer + 1).attention_norm);
 }
 
-/// h += x, drifted where the options say so.
-void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> x) {
-  if (options.drift.noise != 0.0f) {
-    kernels::drift_noise({.x = x,
-                          .sigma = options.drift.noise,
-                          .seed = agreement.seed,
-                          .streams = view.streams,
-                          .positions = view.positions,
-                          .site = static_cast<std::uint32_t>(layer) * 2 +
-                                  (check == Check::kAttention ? kAfterAttention : kAfterExperts)},
-                         at.stream);
-  }
-  kernels::residual_add(x, h(), checks.cell(layer, check), at.stream);
-  checks.look(checks.cell(layer, check));
+/// h += x, drifted where the options say so; then x() is its norm, if there is one.
+void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> of,
+                        std::span<const Bf16> norm) {
+  std::int32_t* const bad = checks.cell(layer, check);
+  const bool attended = check == Check::kAttention;
+  kernels::add_norm(
+      {.x = of,
+       .h = h(),
+       .bad = bad,
+       .sigma = options.drift.noise,
+       .seed = agreement.seed,
+       .streams = view.streams,
+       .positions = view.positions,
+       .site = static_cast<std::uint32_t>(layer) * 2 + (attended ? kAfterAttention : kAfterExperts),
+       .weight = norm,
+       .eps = agreement.model.rms_eps,
+       .y = x()},
+      at.stream);
+  checks.look(bad);
 }
 
 TensorView<float, 2> Forward::Impl::logits() {

@@ -200,14 +200,7 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
   const bool finite = amax < 0x7F80u;
 
   const std::int32_t n = kMx ? 0 : exponent_of_row(p, finite ? amax : 0u);
-  // 2^-n / 6. FP32's nearest to 1/6 serves as the division does: a block's y / 6 that is a tie of
-  // E4M3 comes out exact, and no other comes near one, for y is a BF16 number.
-  const float per_scale = kMx ? 0.0f : power_of_two(-n) * (1.0f / 6.0f);
-  // Scales whose reciprocals FP32 has no room for are brought down with their elements; what is
-  // lost at the lower end of BF16 has code 0 at such scales.
-  const bool down = !kMx && n > 100;
-  const float unit = kMx ? 0.0f : power_of_two(down ? n - 40 : n);
-  constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
+  const Nvfp4Row scales = kMx ? Nvfp4Row{} : nvfp4_row(n);
 
   Place place;
   if constexpr (kRecord != Record::kNone) place = place_of<kMx>(lane, row, within);
@@ -219,25 +212,9 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
   for (int c = 0; c < kChunks; ++c) {
     const bool there = is_there(c);
     const auto step = static_cast<std::int32_t>(c * width);
-    std::uint32_t byte;
-    SixteenScale scale;
-    bool lower = down;
-    if constexpr (kMx) {
-      most[c] = max(most[c], __shfl_xor_sync(0xFFFFFFFFu, most[c], 1));
-      const auto e = static_cast<std::int32_t>(most[c] >> 7) - 2 +
-                     static_cast<std::int32_t>((most[c] & 0x7Fu) > lane.above);
-      byte = static_cast<std::uint32_t>(min(max(e, 0), 252));
-      lower = byte > 200;
-      scale = mx_sixteen(lower ? byte - 40 : byte);
-    } else {
-      byte = e4m3_byte(float_of(most[c] << 16) * per_scale);
-      scale = nvfp4_sixteen(e4m3_value(byte) * unit);
-    }
-    if (lower) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) chunks[c].words[i] = multiply_pair(chunks[c].words[i], kDown);
-    }
-    uint2 codes = codes_of(chunks[c], scale);
+    if constexpr (kMx) most[c] = max(most[c], __shfl_xor_sync(0xFFFFFFFFu, most[c], 1));
+    std::uint32_t byte = sixteen_byte<kMx>(most[c], scales, lane.above);
+    uint2 codes = sixteen_codes<kMx>(chunks[c], byte, scales);
     if (!finite) {
       codes = {0, 0};
       byte = 0;
@@ -336,18 +313,8 @@ bool aligned(const Pointer* data, std::int64_t stride_bytes, std::int64_t to) {
 }
 
 bool knows(const QuantizeParams& p) {
-  const Quantizer& rule = p.rule;
-  if (rule.element != Element::kE2m1 || rule.code_rule != CodeRule::kExact ||
-      rule.tie != Tie::kEven || rule.sign_of_zero != SignOfZero::kDropped ||
-      rule.four_over_six != FourOverSix::kOff) {
-    return false;
-  }
-  if (rule.is_mx()) return rule.block == 32;
-  if (rule.block != 16 || rule.scale_rule != ScaleRule::kExact || !rule.global_is_power_of_two ||
-      rule.global == GlobalScale::kNone) {
-    return false;
-  }
-  return rule.global != GlobalScale::kStatic ||
+  if (!sixteens_know(p.rule)) return false;
+  return p.rule.is_mx() || p.rule.global != GlobalScale::kStatic ||
          (p.exponent >= kMinExponent && p.exponent <= kMaxExponent);
 }
 
@@ -355,15 +322,6 @@ bool knows(const QuantizeParams& p) {
 bool fits(const QuantizeParams& p) {
   return p.rows < (std::int64_t{1} << 31) && p.cols >= 16 &&
          aligned(static_cast<const char*>(p.x), p.x_stride * 2, 16);
-}
-
-std::uint32_t above(ScaleRule rule) {
-  switch (rule) {
-    case ScaleRule::kMxEven: return (mx_e2m1().even >> 16) - 1;
-    case ScaleRule::kMxCeil: return 0;
-    case ScaleRule::kMxRceil: return mx_e2m1().mantissa >> 16;
-    default: return 0x7F;
-  }
 }
 
 }  // namespace
@@ -379,7 +337,7 @@ bool quantize_lanes(const QuantizeParams& p, Stream stream) {
       (mod4 && p.cols / p.rule.block % 4 != 0)) {
     return false;
   }
-  const Lane lane{p, above(p.rule.scale_rule), static_cast<std::int32_t>(blocks)};
+  const Lane lane{p, doubles_above(p.rule.scale_rule), static_cast<std::int32_t>(blocks)};
   const cudaStream_t order = cuda::stream_of(stream);
   p.rule.is_mx() ? launch_record<true>(lane, order) : launch_record<false>(lane, order);
   return true;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "numerics/quantizer.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
@@ -116,6 +117,69 @@ __device__ inline uint2 codes_of(const Sixteen& x, const SixteenScale& scale) {
   for (int i = 0; i < 8; ++i) codes[i] = code_pair(x.words[i], scale);
   return {pack_eight(codes[0], codes[1], codes[2], codes[3]),
           pack_eight(codes[4], codes[5], codes[6], codes[7])};
+}
+
+/// What the blocks of a row under NVFP4 with a global scale of 2^n have in common.
+struct Nvfp4Row {
+  float per_scale = 0.0f;  // 2^-n / 6. FP32's nearest to 1/6 serves as the division does: a block's
+                           // y / 6 that is a tie of E4M3 comes out exact, and no other comes near
+                           // one, for y is a BF16 number.
+  float unit = 0.0f;
+  bool down = false;  // scales whose reciprocals FP32 has no room for are brought down with their
+                      // elements; what is lost at the lower end of BF16 has code 0 at such scales
+};
+
+__device__ inline Nvfp4Row nvfp4_row(std::int32_t n) {
+  const bool down = n > 100;
+  return {power_of_two(-n) * (1.0f / 6.0f), power_of_two(down ? n - 40 : n), down};
+}
+
+/// The scale byte of a block of that amax, as BF16's bits. `above`: doubles_above().
+template <bool kMx>
+__device__ inline std::uint32_t sixteen_byte(std::uint32_t most, const Nvfp4Row& row,
+                                             std::uint32_t above) {
+  if constexpr (kMx) {
+    const auto e = static_cast<std::int32_t>(most >> 7) - 2 +
+                   static_cast<std::int32_t>((most & 0x7Fu) > above);
+    return static_cast<std::uint32_t>(min(max(e, 0), 252));
+  }
+  return e4m3_byte(float_of(most << 16) * row.per_scale);
+}
+
+/// The codes of finite elements under that byte.
+template <bool kMx>
+__device__ inline uint2 sixteen_codes(Sixteen x, std::uint32_t byte, const Nvfp4Row& row) {
+  constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
+  const bool lower = kMx ? byte > 200 : row.down;
+  const SixteenScale scale =
+      kMx ? mx_sixteen(lower ? byte - 40 : byte) : nvfp4_sixteen(e4m3_value(byte) * row.unit);
+  if (lower) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x.words[i] = multiply_pair(x.words[i], kDown);
+  }
+  return codes_of(x, scale);
+}
+
+/// Of MXFP4: the mantissa, of seven bits, from above which the scale is doubled.
+inline std::uint32_t doubles_above(ScaleRule rule) {
+  switch (rule) {
+    case ScaleRule::kMxEven: return (mx_e2m1().even >> 16) - 1;
+    case ScaleRule::kMxCeil: return 0;
+    case ScaleRule::kMxRceil: return mx_e2m1().mantissa >> 16;
+    default: return 0x7F;
+  }
+}
+
+/// Whether sixteens give that rule's codes: those of `lockstep` and MXFP4.
+inline bool sixteens_know(const Quantizer& rule) {
+  if (rule.element != Element::kE2m1 || rule.code_rule != CodeRule::kExact ||
+      rule.tie != Tie::kEven || rule.sign_of_zero != SignOfZero::kDropped ||
+      rule.four_over_six != FourOverSix::kOff) {
+    return false;
+  }
+  if (rule.is_mx()) return rule.block == 32;
+  return rule.block == 16 && rule.scale_rule == ScaleRule::kExact && rule.global_is_power_of_two &&
+         rule.global != GlobalScale::kNone;
 }
 
 /// The last bits of sixteen codes, element i's at bit i.

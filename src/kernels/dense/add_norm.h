@@ -1,0 +1,34 @@
+/// The end of a block of a layer and the beginning of the next, as one op.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "kernels/dense/elementwise.h"
+
+namespace lockstep::kernels {
+
+struct AddNormArgs {
+  TensorView<Bf16, 2> x;        // [rows, cols]; what is left in it is not said
+  TensorView<Bf16, 2> h;        // [rows, cols] in place
+  std::int32_t* bad = nullptr;  // of residual_add()
+
+  // Of drift_noise(): what is added to x first; sigma 0: nothing.
+  float sigma = 0.0f;
+  std::uint64_t seed = 0;
+  std::span<const std::uint64_t> streams{};
+  std::span<const std::int32_t> positions{};
+  std::uint32_t site = 0;
+
+  // Of rms_norm() of h afterwards; an empty weight: none.
+  std::span<const Bf16> weight{};  // [cols]
+  float eps = 1e-6f;
+  TensorView<Bf16, 2> y{};  // [rows, cols]
+};
+
+/// drift_noise() of x, residual_add() of it to h and rms_norm() of h: the same bits everywhere. On
+/// a CUDA device one launch where rows are even and lie at words. Throws Error naming what is
+/// wrong.
+void add_norm(const AddNormArgs& args, Stream stream);
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,127 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "device/testing.h"
+#include "kernels/dense/add_norm.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/rms_norm.h"
+#include "kernels/dense/testing.h"
+
+namespace lockstep::kernels {
+namespace {
+
+class AddNormOn : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, AddNormOn, testing::ValuesIn(devices()), name_of_device);
+
+constexpr std::int64_t kSumRows = 37;
+
+/// Rows, and what the op or its parts leave of them.
+struct SumCase {
+  explicit SumCase(std::int64_t cols, float sigma)
+      : cols(cols),
+        sigma(sigma),
+        x(random_bf16(kSumRows * cols, 5, 2.0f)),
+        h(random_bf16(kSumRows * cols, 6, 2.0f)),
+        y(x.size()),
+        weight(random_bf16(cols, 7)) {
+    h[static_cast<std::size_t>(30 * cols + cols / 2)] = to_bf16(INFINITY);
+    for (std::int64_t i = 0; i < kSumRows; ++i) {
+      streams.push_back(static_cast<std::uint64_t>(i) * 0x123456789ABCDEFull);
+      positions.push_back(static_cast<std::int32_t>(1000 + i));
+    }
+  }
+
+  void by_parts(bool norms) {
+    const auto rows = [&](std::vector<Bf16>& of) { return rows_of(of.data(), kSumRows, cols); };
+    if (sigma != 0.0f) {
+      drift_noise({.x = rows(x),
+                   .sigma = sigma,
+                   .seed = 11,
+                   .streams = streams,
+                   .positions = positions,
+                   .site = 6},
+                  {});
+    }
+    residual_add(rows(x), rows(h), &bad, {});
+    if (norms) rms_norm({.x = rows(h), .weight = weight, .y = rows(y)}, {});
+  }
+
+  void at_once(Device device, bool norms) {
+    const Buffer of_x = to_device(x, device), of_h = to_device(h, device),
+                 of_y = to_device(y, device), of_weight = to_device(weight, device),
+                 of_streams = to_device(streams, device), of_places = to_device(positions, device),
+                 of_bad = to_device(std::vector<std::int32_t>{bad}, device);
+    const auto rows = [&](const Buffer& of) {
+      return rows_of(of.as<Bf16>(), kSumRows, cols, device);
+    };
+    AddNormArgs args = {.x = rows(of_x),
+                        .h = rows(of_h),
+                        .bad = of_bad.as<std::int32_t>(),
+                        .sigma = sigma,
+                        .seed = 11,
+                        .streams = {of_streams.as<std::uint64_t>(), streams.size()},
+                        .positions = {of_places.as<std::int32_t>(), positions.size()},
+                        .site = 6};
+    if (norms) {
+      args.weight = {of_weight.as<const Bf16>(), weight.size()};
+      args.y = rows(of_y);
+    }
+    add_norm(args, {});
+    h = to_host<Bf16>(of_h);
+    y = to_host<Bf16>(of_y);
+    bad = to_host<std::int32_t>(of_bad)[0];
+  }
+
+  std::int64_t cols;
+  float sigma;
+  std::vector<Bf16> x, h, y, weight;
+  std::vector<std::uint64_t> streams;
+  std::vector<std::int32_t> positions;
+  std::int32_t bad = kNoRow;
+};
+
+/// A NaN's bits are the device's own.
+bool same_numbers(const std::vector<Bf16>& a, const std::vector<Bf16>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](Bf16 x, Bf16 y) {
+    return bits_of(x) == bits_of(y) || (std::isnan(to_float(x)) && std::isnan(to_float(y)));
+  });
+}
+
+TEST_P(AddNormOn, LeavesWhatItsPartsLeave) {
+  for (const std::int64_t cols : {2, 33, 96, 256, 770, 2048, 5120, 16384}) {
+    for (const float sigma : {0.0f, 0.3f}) {
+      for (const bool norms : {true, false}) {
+        SumCase expected(cols, sigma), op(cols, sigma);
+        expected.by_parts(norms);
+        op.at_once(GetParam(), norms);
+        const auto name = testing::Message() << cols << " columns, drift " << sigma;
+        EXPECT_EQ(op.bad, 30) << name;
+        EXPECT_EQ(expected.bad, 30) << name;
+        EXPECT_TRUE(same_numbers(op.h, expected.h)) << name;
+        EXPECT_TRUE(same_numbers(op.y, expected.y)) << name;
+      }
+    }
+  }
+}
+
+TEST(AddNorm, RefusesWhatDoesNotFit) {
+  SumCase c(32, 0.0f);
+  AddNormArgs args = {.x = rows_of(c.x.data(), kSumRows, 32),
+                      .h = rows_of(c.h.data(), kSumRows, 32),
+                      .bad = &c.bad,
+                      .weight = c.weight,
+                      .y = rows_of(c.y.data(), kSumRows, 32)};
+  args.bad = nullptr;
+  EXPECT_THROW(add_norm(args, {}), Error);
+  args.bad = &c.bad;
+  args.weight = args.weight.first(31);
+  EXPECT_THROW(add_norm(args, {}), Error);
+  args.weight = c.weight;
+  args.h = rows_of(c.h.data(), kSumRows - 1, 32);
+  EXPECT_THROW(add_norm(args, {}), Error);
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
