@@ -55,6 +55,12 @@ Device device_named(const std::string& name) {
   return {Device::Kind::kCuda, static_cast<std::int8_t>(index)};
 }
 
+bool holds_context(Device device) {
+  if (!on_cuda(device)) return false;
+  if constexpr (build::has_cuda) return cuda::holds_context(device.index);
+  return false;
+}
+
 DeviceMemory device_memory(Device device) {
   if (!on_cuda(device)) {
     const std::int64_t page = sysconf(_SC_PAGESIZE);
@@ -155,10 +161,10 @@ void trim_pool(Device device) {
   throw_no_backend();
 }
 
-bool is_short_of_memory(Device device) {
+bool is_short_of_memory(Device device, std::int64_t wanted) {
   if (!on_cuda(device)) return false;
   const DeviceMemory memory = device_memory(device);
-  return memory.for_others < memory.total / 8;
+  return memory.for_others - wanted < memory.total / 8;
 }
 
 }  // namespace lockstep

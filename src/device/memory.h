@@ -18,6 +18,10 @@ std::string why_unusable(Device device);
 /// else the first, or "cuda:1". Throws Error naming what it is instead.
 Device device_named(const std::string& name);
 
+/// Has this process a place on a CUDA device, which one in exclusive-process mode has a single one
+/// of? why_unusable() needs none; all that asks for memory or gives work does.
+bool holds_context(Device device);
+
 /// Bytes of the device's memory: all, what a Buffer could still get, and what another library
 /// could, which is less by what the pool keeps.
 struct DeviceMemory {
@@ -121,9 +125,9 @@ void synchronize(Device device, Stream stream = {});
 /// Waits for the device.
 void trim_pool(Device device);
 
-/// Is so little of a CUDA device's memory free for others, less than an eighth, that libraries
-/// which take turns there should not keep what they do not use?
-bool is_short_of_memory(Device device);
+/// Is so little of a CUDA device's memory free for others, less than an eighth beside `wanted`
+/// bytes, that libraries which take turns there should not keep what they do not use?
+bool is_short_of_memory(Device device, std::int64_t wanted = 0);
 
 /// A tensor on a device from a host's numbers and back, for tests and tools: both wait.
 template <typename T>

@@ -62,6 +62,9 @@ at::Tensor score_rows_backward(const at::Tensor& logits, const at::Tensor& tempe
 /// Whether the house's kernels take it.
 bool has_kernels(const at::Tensor& x);
 
+/// ops/device.h; `of` bytes are the device's.
+void limit_memory(std::int8_t index, std::int64_t bytes, std::int64_t of);
+
 /// Where a weight's gradient is added up.
 at::Tensor grad_of(const at::Tensor& w);
 

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <string>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "device/memory.h"
+#include "ops/cuda.h"
 
 namespace lockstep::ops {
 
@@ -51,6 +53,18 @@ void prepare_torch(Device device) {
 void empty_cache(Device device) {
   if (device.kind == Device::Kind::kCpu) return;
   c10::getDeviceAllocator(at::kCUDA)->emptyCache();
+}
+
+void limit_memory(Device device, std::int64_t bytes) {
+  if (device.kind == Device::Kind::kCpu) return;
+  static std::atomic<bool> limited = false;
+  if (bytes < 0 && !limited) return;  // what the environment says of it stays
+  if constexpr (build::has_cuda) {
+    limited = bytes >= 0;
+    at::empty({1}, at::TensorOptions(torch_device(device)));  // wakes the allocator
+    const std::int64_t all = device_memory(device).total;
+    cuda::limit_memory(device.index, bytes < 0 ? all : bytes, all);
+  }
 }
 
 at::Device torch_device(Device device) {

@@ -23,6 +23,10 @@ void begin_backward();
 /// Gives the memory that torch keeps and no tensor owns back to the device.
 void empty_cache(Device device);
 
+/// From now on torch takes at most so many bytes of the device, what it keeps for later included.
+/// Negative: as many as there are.
+void limit_memory(Device device, std::int64_t bytes);
+
 at::Device torch_device(Device device);
 Device house_device(const at::Tensor& x);
 

@@ -73,7 +73,7 @@ TEST(DeviceChoice, ARunThatGoesOnStaysOnItsDevice) {
 TEST(DeviceChoice, ADeviceWithTooLittleMemoryIsRefusedWithTheBytes) {
   const Budget all = {
       .rollout_weights = 16ll << 30, .cache = 3 << 20, .trainer = 5 << 20, .evaluation = 7 << 20};
-  const std::int64_t needed = (16ll << 30) + (15 << 20);
+  const std::int64_t needed = (16ll << 30) + (12 << 20);
   const DeviceMemory enough = {.total = 20ll << 30, .free = needed};
   EXPECT_NO_THROW(require_memory("cuda", enough, all));
   try {
@@ -87,6 +87,21 @@ TEST(DeviceChoice, ADeviceWithTooLittleMemoryIsRefusedWithTheBytes) {
       EXPECT_NE(what.find(part), std::string::npos) << what;
     }
     EXPECT_EQ(what.find('\n'), std::string::npos);
+  }
+  // What training takes comes when the cache is away.
+  Budget limited = all;
+  limited.trainer_most = 12 << 20;
+  EXPECT_NO_THROW(require_memory("cuda", enough, limited));
+  limited.trainer_most = 13 << 20;
+  try {
+    require_memory("cuda", enough, limited);
+    FAIL() << "a MiB too few";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    EXPECT_NE(what.find("rollout weights take 16 GiB and trainer.memory 13 MiB: lower "
+                        "trainer.memory"),
+              std::string::npos)
+        << what;
   }
 }
 

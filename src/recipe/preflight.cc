@@ -309,6 +309,8 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
                      model.vocabulary, " tokens; take as many at most"}));
   }
   const Budget b = budget(r, arm, model);
+  if (r.device != "cpu")
+    check_trainer_memory(r.trainer, b.parameters * (arm.rl.kl_weight > 0 ? 2 : 1));
   const std::int64_t longest =
       prompt_tokens + std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;
   if (b.cache_per_token * longest > r.rollout.cache_bytes) {
@@ -348,6 +350,15 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
   }
 }
 
+void check_trainer_memory(const train::Options& options, std::int64_t parameters) {
+  const std::int64_t least = trainer_bytes("cuda", options.bf16) * parameters;
+  if (options.memory_bytes == 0 || options.memory_bytes > least) return;
+  throw Error(cat({"trainer.memory is ", bytes_text(options.memory_bytes),
+                   ", and weights, gradients and moments of ", parameters, " parameters take ",
+                   bytes_text(least),
+                   " of it before a token is read: raise it, or set it to 0 for what is free"}));
+}
+
 std::int64_t trainer_bytes(const std::string& device, bool bf16) {
   if (device == kAutoDevice || device_named(device).kind == Device::Kind::kCpu) return 16;
   return bf16 ? 18 : 20;
@@ -364,6 +375,7 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   b.cache = recipe.rollout.cache_bytes;
   b.trainer = trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters *
               (arm.rl.kl_weight > 0 ? 2 : 1);
+  b.trainer_most = std::max(b.trainer, recipe.trainer.memory_bytes);
   b.swap = recipe.rollout.swap_bytes;
   b.records = recipe.store.ram_bytes;
   const std::int64_t kept = recipe.schedule.keep_checkpoints;
@@ -390,12 +402,16 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
 void require_memory(const std::string& name, const DeviceMemory& memory, const Budget& b) {
   const std::int64_t needed = b.device();
   if (needed <= memory.free) return;
+  const std::string parts =
+      b.rollout_weights + b.trainer_most == needed && b.trainer_most > b.trainer
+          ? cat({" and trainer.memory ", bytes_text(b.trainer_most), ": lower trainer.memory"})
+          : cat({", the trainer ", bytes_text(b.trainer),
+                 ", and beside them in turn rollout.cache ", bytes_text(b.cache),
+                 " and evaluation ", bytes_text(b.evaluation), ": lower rollout.cache"});
   throw Error(cat({"device is ", name, ", which has ", bytes_text(memory.free), " of ",
                    bytes_text(memory.total), " free; ", bytes_text(needed),
-                   " are needed: rollout weights take ", bytes_text(b.rollout_weights),
-                   ", rollout.cache ", bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer),
-                   " and evaluation ", bytes_text(b.evaluation),
-                   ": lower rollout.cache, or choose a smaller model or another device"}));
+                   " are needed: rollout weights take ", bytes_text(b.rollout_weights), parts,
+                   ", or choose a smaller model or another device"}));
 }
 
 void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory) {
@@ -477,6 +493,7 @@ std::string to_string(const Budget& b) {
               bytes_text(b.cache_per_token),
               " a token), trainer ",
               bytes_text(b.trainer),
+              b.trainer_most > b.trainer ? " to " + bytes_text(b.trainer_most) : "",
               " of ",
               b.parameters,
               " parameters\n",

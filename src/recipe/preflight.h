@@ -1,6 +1,7 @@
 /// Before anything long starts: what contradicts itself is refused, what it takes is counted.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -21,6 +22,7 @@ struct Budget {
   std::int64_t rollout_weights = 0;  // device
   std::int64_t cache = 0;            // device
   std::int64_t trainer = 0;          // device: masters, gradients, moments, a copy to compute with
+  std::int64_t trainer_most = 0;     // device: trainer.memory, or as much as the line above
   std::int64_t evaluation = 0;       // device, at most: an engine of its own, for a while
   std::int64_t swap = 0;             // host
   std::int64_t records = 0;          // host
@@ -30,10 +32,17 @@ struct Budget {
   std::int64_t record_per_token = 0;
   std::int64_t record_per_token_full = 0;  // full codes of every layer
 
-  std::int64_t device() const { return rollout_weights + cache + trainer + evaluation; }
+  /// On a GPU the cache makes room for the trainer's activations and for the evaluation.
+  std::int64_t device() const {
+    return rollout_weights + std::max(trainer_most, trainer + std::max(cache, evaluation));
+  }
 };
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
+
+/// Throws Error where trainer.memory is given and is no more than the trainer of so many parameters
+/// takes before it has read a token, on a GPU.
+void check_trainer_memory(const train::Options& options, std::int64_t parameters);
 
 /// A trainer's bytes of a parameter: master, gradient and two moments in FP32; on a GPU the numbers
 /// that it computes with, `bf16` or FP32, lie beside them.
@@ -43,8 +52,8 @@ std::int64_t trainer_bytes(const std::string& device, bool bf16);
 std::string to_string(const Budget& budget);
 
 /// The recipe's device, once it is known to be there and to have room for the budget's rollout
-/// weights, cache, trainer and evaluation. Throws Error naming what is missing: the bytes of each
-/// part where it is memory.
+/// weights, cache, trainer and evaluation, as they follow each other. Throws Error naming what is
+/// missing: the bytes of each part where it is memory.
 Device ready_device(const std::string& name, const Budget& budget);
 
 /// What a device of that name stands for, and why it is no other.

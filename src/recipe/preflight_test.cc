@@ -31,5 +31,19 @@ TEST(Preflight, ATrainerTakesMoreOfAGpu) {
   EXPECT_EQ(trainer_bytes("cuda:1", false), 20);
 }
 
+TEST(Preflight, ATrainersMemoryHoldsItsWeights) {
+  EXPECT_NO_THROW(check_trainer_memory({}, 1 << 20));
+  EXPECT_NO_THROW(check_trainer_memory({.memory_bytes = (18 << 20) + 1}, 1 << 20));
+  try {
+    check_trainer_memory({.memory_bytes = 18 << 20}, 1 << 20);
+    FAIL() << "no room for an activation";
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "trainer.memory is 18 MiB, and weights, gradients and moments of 1048576 parameters "
+              "take 18 MiB of it before a token is read: raise it, or set it to 0 for what is "
+              "free");
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::recipe

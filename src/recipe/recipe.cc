@@ -56,6 +56,10 @@ std::vector<Key> trainer_keys(train::Options& o) {
        true},
       {"trainer.tokens_per_pass", &o.tokens_per_pass,
        "whole trajectories are packed up to this many", 1, kMostInt},
+      {"trainer.memory", Bytes{&o.memory_bytes},
+       "of a GPU, all that training takes: weights, gradients, moments, activations; 0: what is "
+       "free",
+       0, kMostLong},
       {"trainer.recompute", &o.recompute, "activations again in backward: less memory, more time"},
   };
 }

@@ -283,6 +283,7 @@ std::vector<std::pair<Order, Trajectory>> Engine::Impl::step() {
                                          : "the engine has no weights: put them first");
   }
   Timer timer;
+  if (!scheduler.idle()) cache.wake();
   const std::vector<Chunk> chunks = scheduler.plan();
   held_back = chunks.empty() && scheduler.held_back();
   if (!chunks.empty()) {

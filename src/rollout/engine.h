@@ -105,9 +105,12 @@ class Engine {
   /// response_mask is 1, an empty mask standing for all tokens but the first. Needs an idle engine.
   std::vector<Trajectory> rescore(std::span<const Trajectory> trajectories);
 
-  /// Another stage's turn on the device: what the pool keeps for later goes back where memory is
-  /// short. Weights and cache stay.
+  /// Another stage's turn on the device: an idle engine gives back what its KV pages lie in, and
+  /// forgets what they held, and what the pool keeps for later goes where memory is short. Weights
+  /// stay. What runs next takes that memory again, or throws Error naming bytes and option.
   void rest();
+  /// Bytes of the device that it gave back so.
+  std::int64_t owed() const;
 
   /// What happened since the last call: tokens, passes, preemptions, saturated blocks, seconds.
   Metrics metrics();

@@ -125,6 +125,70 @@ TEST_P(EngineBesideCpu, PassesThatAreReplayedGiveTheSameBits) {
   for (const Trajectory& t : out) expect_complete(together, t);
 }
 
+/// Between two rollouts the device has the cache's memory, and neither graphs nor tokens know of
+/// it.
+TEST_P(EngineBesideCpu, GivesItsPagesBackWhileItRests) {
+  const Agreement agreement = small_agreement();
+  Options options;
+  options.cache_bytes = 1ll << 30;
+  Rig rested(agreement, options), waking(agreement, options);
+  const auto replays = [](Rig& rig) { return rig.engine.metrics().at("perf/replayed_passes"); };
+  generate(rested.engine, {request(2, 9, 7, 40)});
+  generate(waking.engine, {request(2, 9, 7, 40)});
+  EXPECT_EQ(replays(rested), replays(waking));
+  bool given_back = false;
+  // What is free is the whole GPU's: another process may take some, or leave, between two looks.
+  for (int attempt = 0; attempt < 20 && !given_back; ++attempt) {
+    generate(rested.engine, {request(4, 9, 7, 40)});
+    generate(waking.engine, {request(4, 9, 7, 40)});
+    const std::int64_t before = device_memory(GetParam()).for_others;
+    rested.engine.rest();
+    EXPECT_EQ(rested.engine.owed() >= options.cache_bytes, on_cuda());
+    given_back = device_memory(GetParam()).for_others - before > options.cache_bytes / 2;
+    if (!on_cuda()) break;
+  }
+  EXPECT_EQ(given_back, on_cuda());
+  EXPECT_EQ(replays(rested), replays(waking));
+  const std::vector<Trajectory> out = generate(rested.engine, batch());
+  EXPECT_EQ(rested.engine.owed(), 0);
+  const std::vector<Trajectory> awake = generate(waking.engine, batch());
+  expect_same(rested, out, waking, awake);
+  EXPECT_EQ(replays(rested), replays(waking));
+  // What is under way keeps its pages.
+  rested.engine.submit(request(6, 9, 2));
+  rested.engine.step();
+  rested.engine.rest();
+  EXPECT_EQ(rested.engine.owed(), 0);
+  rested.engine.abort();
+  rested.engine.rest();
+  expect_same(rested, rested.engine.rescore(out), waking, waking.engine.rescore(awake));
+}
+
+/// Who has taken the memory meanwhile is told of, and nothing is lost by it.
+TEST_P(EngineBesideCpu, SaysThatItsPagesFindNoRoom) {
+  if (!on_cuda()) return;  // they never leave
+  const Agreement agreement = small_agreement();
+  Options options;
+  options.cache_bytes = 8ll << 30;
+  Rig rig(agreement, options);
+  rig.engine.rest();
+  std::string line;
+  rig.engine.submit(request(2, 9, 2));
+  {
+    const Buffer others(GetParam(), device_memory(GetParam()).free - (2ll << 30));
+    line = refusal([&] { rig.engine.step(); });
+  }
+  EXPECT_NE(line.find("rollout.cache is 8589934592 bytes: "), std::string::npos) << line;
+  EXPECT_NE(line.find("lower it"), std::string::npos) << line;
+  synchronize(GetParam());
+  std::vector<Trajectory> out;
+  while (!rig.engine.idle()) {
+    for (Trajectory& t : rig.engine.step()) out.push_back(std::move(t));
+  }
+  ASSERT_EQ(out.size(), 2u);
+  for (const Trajectory& t : out) expect_complete(rig, t);
+}
+
 TEST_P(EngineBesideCpu, RefusesInOneLineWhatTheDeviceHasNoKernelFor) {
   const std::unique_ptr<Comm> comm = Comm::single();
   const auto made = [&](const Agreement& a, const Options& options = {}) {

@@ -168,8 +168,11 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
 
 void Engine::rest() {
   const Device device = impl_->at.device;
+  if (idle() && device.kind == Device::Kind::kCuda) impl_->cache.rest();
   if (is_short_of_memory(device)) trim_pool(device);
 }
+
+std::int64_t Engine::owed() const { return impl_->cache.owed(); }
 
 WeightSink& Engine::weights() { return impl_->weights; }
 

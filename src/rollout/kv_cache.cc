@@ -45,16 +45,18 @@ void check_rule(const Agreement& agreement, const Quantizer& rule, const char* n
   }
 }
 
-Buffer pool_of(std::int64_t bytes, const Options& options, Device device, Stream stream) {
+/// `take` takes a cache's memory, or says why not.
+template <typename Take>
+auto taken(std::int64_t cache_bytes, const Take& take) {
   std::string why;
   try {
-    return Buffer(device, bytes, stream);
+    return take();
   } catch (const std::bad_alloc&) {
     why = "more than this machine gives";
   } catch (const Error& error) {
     why = error.what();
   }
-  throw Error(cat({"rollout.cache is ", options.cache_bytes, " bytes: ", why, "; lower it"}));
+  throw Error(cat({"rollout.cache is ", cache_bytes, " bytes: ", why, "; lower it"}));
 }
 
 }  // namespace
@@ -84,7 +86,10 @@ std::vector<LayerKv> cache_layout(const Agreement& agreement, std::int32_t page_
 }
 
 KvCache::KvCache(const Agreement& agreement, const Options& options, Device device, Stream stream)
-    : page_tokens_(options.page_tokens), device_(device), stream_(stream) {
+    : page_tokens_(options.page_tokens),
+      cache_bytes_(options.cache_bytes),
+      device_(device),
+      stream_(stream) {
   if (page_tokens_ < 1)
     throw Error(cat({"rollout.page_tokens is ", page_tokens_, ", not at least 1"}));
   layers_ = cache_layout(agreement, page_tokens_);
@@ -98,7 +103,7 @@ KvCache::KvCache(const Agreement& agreement, const Options& options, Device devi
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;
   // Not set to zero: pages of a cache that is larger than its use cost nothing until written.
   const std::int64_t pages = std::int64_t{frame_count_} + (spare_frame() >= 0 ? 1 : 0);
-  pool_ = pool_of(pages * page_bytes_, options, device, stream);
+  pool_ = taken(options.cache_bytes, [&] { return Slab(device, pages * page_bytes_); });
   for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.as<>();
   free_frames_.resize(static_cast<std::size_t>(frame_count_));
   for (std::int32_t i = 0; i < frame_count_; ++i) {
@@ -372,6 +377,16 @@ void KvCache::forget() {
     unlist(page);
     if (at(page).users == 0) release(page);
   }
+}
+
+void KvCache::rest() {
+  forget();
+  assert(used_frames() == 0 && "a page that somebody holds would be lost");
+  pool_.give_back();
+}
+
+void KvCache::wake() {
+  if (owed() > 0) taken(cache_bytes_, [&] { pool_.take(); });
 }
 
 }  // namespace lockstep::rollout

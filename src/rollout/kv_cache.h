@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "device/memory.h"
+#include "device/slab.h"
 #include "record/agreement.h"
 #include "rollout/engine.h"
 #include "rollout/forward.h"
@@ -96,6 +97,15 @@ class KvCache {
 
   /// Nothing is remembered any more: weights have changed.
   void forget();
+
+  /// Nobody holds a page: what they lie in goes back to a CUDA device, with all that is remembered.
+  /// `wake` takes it anew, at the same address. Throws Error naming bytes and option where the
+  /// device has not so much free, and can be called again.
+  void rest();
+  void wake();
+  /// Bytes that wake() would take.
+  std::int64_t owed() const { return pool_.owed(); }
+
   std::int64_t remembered() const { return static_cast<std::int64_t>(index_.size()); }
 
  private:
@@ -131,12 +141,13 @@ class KvCache {
 
   std::vector<LayerKv> layers_;
   std::int32_t page_tokens_;
+  std::int64_t cache_bytes_;
   std::int64_t page_bytes_ = 0;
   std::int32_t frame_count_ = 0;
   std::int64_t host_count_ = 0;
   Device device_;
   Stream stream_;
-  Buffer pool_;
+  Slab pool_;
   std::vector<std::int32_t> free_frames_;
   std::vector<PinnedBuffer> host_;  // some slots each, made when first needed
   std::vector<std::byte*> slots_;

@@ -70,7 +70,6 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   // rollout -> record -> store
   Metrics metrics;
   Sampled sampled = sample(loop, step, metrics);
-  loop.engine.rest();
   metrics.merge(loop.engine.metrics());
   if (loop.arm.sync.noise.start > 0) {
     metrics["rollout/noise_sigma"] =
@@ -84,6 +83,9 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   const FreshTrace records(loop.store, trajectories, oldest_followed(loop, step));
   const std::vector<std::uint8_t> tainted = taints(loop, step, trajectories, moves, metrics);
   metrics["timing_s/reward"] += timer.lap();
+
+  loop.engine.rest();
+  metrics["timing_s/gen"] += timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none
   const OldPolicy old = old_policy(loop, records, trajectories, moves);
@@ -105,7 +107,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   metrics["timing_s/update_actor"] = timer.lap();
 
   // -> sync -> rollout; with the old weights go their records
-  loop.trainer.rest();
+  loop.trainer.rest(loop.engine.owed());
   metrics.merge(sync_weights(loop, step + 1));
   metrics["timing_s/update_weights"] = timer.lap();
   if (loop.schedule.rescore_every > 0 && (step + 1) % loop.schedule.rescore_every == 0) {

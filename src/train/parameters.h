@@ -28,6 +28,7 @@ class Floats {
   explicit Floats(std::int64_t size, Device device = {}, Stream stream = {});
   float* data() const { return on_cpu() ? data_.get() : there_.as<float>(); }
   std::int64_t size() const { return size_; }
+  std::int64_t bytes() const { return size_ * static_cast<std::int64_t>(sizeof(float)); }
   Device device() const { return device_; }
   void zero(Stream stream = {}) const;
 
@@ -94,6 +95,11 @@ class Parameters {
   const ExpertCodes* codes(Layer layer) const;
 
   std::int64_t size() const { return masters.size(); }
+  /// Of the device's memory.
+  std::int64_t bytes() const {
+    return masters.bytes() + compute.bytes() + compute_bf16.bytes() + moment1.bytes() +
+           moment2.bytes();
+  }
 
  private:
   std::int64_t place(std::vector<Slot>& slots, std::int64_t offset, const ModelConfig& config);

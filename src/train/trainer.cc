@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "base/text.h"
 #include "ops/device.h"
 #include "ops/torch.h"
 #include "train/network.h"
@@ -83,6 +84,19 @@ struct Trainer::Impl {
     for (std::int64_t i = 0; i < std::clamp<std::int64_t>(fit, 1, kMaxLanes); ++i) {
       lanes.push_back(std::make_unique<Lane>(agreement.model, parameters, rope, o.bf16));
     }
+    limit_memory();
+  }
+
+  void limit_memory() const {
+    const std::int64_t all = options.memory_bytes;
+    if (parameters.device().kind == Device::Kind::kCpu) return;
+    const std::int64_t own = parameters.bytes() + lanes[0]->grads.bytes();
+    if (all > 0 && all <= own) {
+      throw Error(
+          cat({"trainer.memory is ", all, " bytes, and weights, gradients and moments take ", own,
+               " of it: raise it"}));
+    }
+    ops::limit_memory(parameters.device(), all > 0 ? all - own : -1);
   }
 
   /// As many passes as there are lanes, unless they would be very short or longer than allowed.
@@ -410,9 +424,9 @@ void Trainer::update() {
   t.parameters.refresh(t.stream());
 }
 
-void Trainer::rest() {
+void Trainer::rest(std::int64_t wanted) {
   const Device device = impl_->parameters.device();
-  if (is_short_of_memory(device)) ops::empty_cache(device);
+  if (is_short_of_memory(device, wanted)) ops::empty_cache(device);
 }
 
 Metrics Trainer::metrics() {

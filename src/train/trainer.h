@@ -47,6 +47,7 @@ struct Options {
   double eps = 1e-15;
   double weight_decay = 0.0;
   double max_grad_norm = 1.0;
+  std::int64_t memory_bytes = 0;  // of a CUDA device, all that training takes; 0: what there is
   std::int32_t tokens_per_pass = 8192;  // whole trajectories are packed up to this many
   bool recompute = false;               // activations, in backward; reads the same records
 };
@@ -66,6 +67,8 @@ void require_runs(const Qat& qat, Device device);
 
 class Trainer {
  public:
+  /// Throws Error where options.memory_bytes is less than weights, gradients and moments take. What
+  /// is left of it is the limit of all that torch takes in this process.
   Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
           Comm& comm);
   ~Trainer();
@@ -94,8 +97,8 @@ class Trainer {
   Metrics metrics();
 
   /// Another stage's turn on the device: what torch keeps for later goes back where memory is
-  /// short.
-  void rest();
+  /// short, beside `wanted` bytes of that stage's.
+  void rest(std::int64_t wanted = 0);
 
   const WeightSource& weights() const;  // masters, FP32
   WeightSink& initial_weights();

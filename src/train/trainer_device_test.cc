@@ -182,6 +182,43 @@ TEST_P(TrainerOnDevice, WhatTorchKeepsGoesBackAndComesAgain) {
   EXPECT_EQ(outcome(device, agreement, {}).logp, before.logp);
 }
 
+TEST_P(TrainerOnDevice, TakesNoMoreThanItMay) {
+  const Device device = device_ = GetParam();
+  const Agreement agreement = guided(Guidance::kLsb);
+  const Weights weights = random_weights(agreement.model, 3);
+  const std::vector<Trajectory> batch = batch_with_paths(agreement.model);
+  const RandomTrace trace(6);
+  const PerToken free = make(agreement, {}, weights)->logprobs(batch, &trace);
+  const auto tensor = [&](std::int64_t bytes) {
+    return at::empty({bytes}, at::TensorOptions(ops::torch_device(device)).dtype(at::kByte));
+  };
+  {
+    const auto trainer = make(agreement, {.memory_bytes = 256 << 20}, weights);
+    EXPECT_EQ(trainer->logprobs(batch, &trace), free);
+    trainer->accumulate(batch, &trace, some_loss);
+    trainer->update();
+    tensor(64 << 20);
+    ops::empty_cache(device);
+    try {
+      tensor(300 << 20);
+      ADD_FAILURE() << "more than trainer.memory";
+    } catch (const std::exception& error) {  // in torch's words
+      const std::string what = error.what();
+      EXPECT_NE(what.find("CUDA out of memory"), std::string::npos) << what;
+      EXPECT_NE(what.find(" allowed; "), std::string::npos) << what;
+    }
+  }
+  make(agreement, {}, weights);  // and the next one has no limit
+  tensor(300 << 20);
+  try {
+    make(agreement, {.memory_bytes = 4096}, weights);
+    ADD_FAILURE() << "less than its weights";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    EXPECT_TRUE(what.starts_with("trainer.memory is 4096 bytes, and weights, ")) << what;
+  }
+}
+
 TEST_P(TrainerOnDevice, StatesGoFromDeviceToDevice) {
   Agreement agreement;
   agreement.model = small_model();

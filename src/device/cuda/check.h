@@ -37,6 +37,12 @@ inline void require(cudaError_t status, const char* call,
   if (status == cudaSuccess) return;
   cudaGetLastError();  // it is told here; the next launch must not be blamed for it
   const bool lasting = is_lasting(status);
+  if (status == cudaErrorDevicesUnavailable) {
+    throw Error(cat({call, ": ", cudaGetErrorString(status),
+                     "; where the device is in exclusive-process mode another process has it: wait "
+                     "for that one, or share the device under NVIDIA's MPS"}),
+                where);
+  }
   throw Error(cat({call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")",
                    lasting ? "; " : "", lasting ? kBeginAgain : ""}),
               where);

@@ -12,6 +12,7 @@
 namespace lockstep::cuda {
 
 std::string why_unusable(std::int8_t index);
+bool holds_context(std::int8_t index);
 DeviceMemory memory(std::int8_t index);
 /// nullptr where there is not so much memory.
 void* allocate(std::int8_t index, std::int64_t bytes, Stream stream);
@@ -22,6 +23,19 @@ void copy(void* to, const void* from, std::int64_t bytes, std::int8_t index, Str
 void fill(void* to, std::uint8_t value, std::int64_t bytes, std::int8_t index, Stream stream);
 void synchronize(std::int8_t index, Stream stream);
 void trim_pool(std::int8_t index);
+
+// device/slab.h: addresses, and memory that lies there for a while.
+/// The next size that memory comes in.
+std::int64_t slab_bytes(std::int8_t index, std::int64_t bytes);
+void* reserve_addresses(std::int8_t index, std::int64_t bytes);
+/// Names what lies there now; 0 where there is not so much memory.
+unsigned long long map(std::int8_t index, void* data, std::int64_t bytes);
+/// Waits for the device.
+void unmap(std::int8_t index, void* data, std::int64_t bytes, unsigned long long memory);
+/// Unmaps too, unless `memory` is 0.
+void drop_addresses(std::int8_t index, void* data, std::int64_t bytes,
+                    unsigned long long memory) noexcept;
+
 int multiprocessors(std::int8_t index);
 
 // device/stream.h

@@ -5,6 +5,7 @@
 #include "base/build.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/driver.h"
 #include "device/cuda/facts.h"
 
 namespace lockstep::cuda {
@@ -51,6 +52,15 @@ std::string why_unusable(std::int8_t index) {
   if (index != 0) return why_unusable(look(index));
   static const std::string first = why_unusable(look(0));
   return first;
+}
+
+bool holds_context(std::int8_t index) {
+  static auto* const state =
+      driver_function<decltype(cuDevicePrimaryCtxGetState)>("cuDevicePrimaryCtxGetState");
+  unsigned flags = 0;
+  int active = 0;
+  require(state(index, &flags, &active), "cuDevicePrimaryCtxGetState");
+  return active != 0;
 }
 
 DeviceMemory memory(std::int8_t index) {
