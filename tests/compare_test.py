@@ -231,3 +231,21 @@ residual.scope = "static"
         assert took == pytest.approx(sum(
             line["timing_s/step"] + line.get("timing_s/testing", 0) for line in lines(file.parent)))
         assert took > 2000 - more
+
+
+def test_runs_that_began_on_different_devices_are_refused_together(tmp_path):
+    """Before one of them goes on, and with all of their names."""
+    command = [*compare(tmp_path), "--arms", "naive,scale", "schedule.steps=1", "device=cpu"]
+    assert run(command).returncode == 0
+    other = run([*command[:-1], "device=cuda:7"])
+    assert other.returncode == 2 and len(other.stderr.splitlines()) == 1, other.stderr
+    for name in ["naive/seed_1", "scale/seed_1", "naive/seed_2", "scale/seed_2"]:
+        assert name in other.stderr
+    assert "began on cpu" in other.stderr and "device=cpu" in other.stderr
+    for arm in ["naive", "scale"]:
+        file = tmp_path / "run" / arm / "seed_2/recipe.toml"
+        file.write_text(file.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    mixed = run(command[:-1])
+    assert mixed.returncode == 2 and len(mixed.stderr.splitlines()) == 1, mixed.stderr
+    assert "naive/seed_1, scale/seed_1 began on cpu" in mixed.stderr
+    assert "naive/seed_2, scale/seed_2 began on cuda" in mixed.stderr

@@ -62,23 +62,33 @@ void check(Cell& cell) {
   cell.ended = has_ended(cell.folder, cell.recipe.schedule.steps);
 }
 
+std::vector<ComparedRun> runs_of(std::vector<Cell>& cells) {
+  std::vector<ComparedRun> runs;
+  for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
+  return runs;
+}
+
 /// All runs, seed by seed, so that an interrupted comparison has whole rows of few seeds.
 std::vector<Cell> cells_of(const recipe::Comparison& comparison, const fs::path& root) {
   std::vector<Cell> cells;
+  const auto of_arm = [](const std::string& arm, const auto& act) {
+    try {
+      act();
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      throw Usage(what.find(arm) == std::string::npos ? cat({"arm ", arm, ": ", what}) : what);
+    }
+  };
   for (std::int32_t number = 0; number < comparison.seeds; ++number) {
     for (const std::string& arm : comparison.arms) {
       Cell cell{.arm = arm, .recipe = {}, .folder = {}};
-      try {
-        cell.recipe = comparison.recipe(arm, number);
-        cell.folder = root / arm / cat({"seed_", cell.recipe.schedule.seed});
-        check(cell);
-      } catch (const Error& error) {
-        const std::string what = error.what();
-        throw Usage(what.find(arm) == std::string::npos ? cat({"arm ", arm, ": ", what}) : what);
-      }
+      of_arm(arm, [&] { cell.recipe = comparison.recipe(arm, number); });
+      cell.folder = root / arm / cat({"seed_", cell.recipe.schedule.seed});
       cells.push_back(std::move(cell));
     }
   }
+  check_devices(runs_of(cells));
+  for (Cell& cell : cells) of_arm(cell.arm, [&] { check(cell); });
   return cells;
 }
 
@@ -109,6 +119,32 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
   return stopped;
 }
 
+/// Those that are still to be done.
+std::vector<const Cell*> left_of(const std::vector<Cell>& cells) {
+  std::vector<const Cell*> left;
+  for (const Cell& cell : cells) {
+    if (!cell.ended) left.push_back(&cell);
+  }
+  return left;
+}
+
+/// How the runs share a machine.
+struct Shares {
+  Shares(const std::vector<const Cell*>& cells, std::int32_t jobs)
+      : at_once(static_cast<int>(std::min(std::ptrdiff_t{jobs}, std::ssize(cells)))) {
+    if (cells.empty() || cells.front()->recipe.device != "cuda")
+      return;  // one of a number stays it
+    if (std::getenv("LOCAL_RANK") == nullptr) cards = gpus();
+  }
+  int on_a_card() const {
+    const int lanes = std::max(1, static_cast<int>(cards.size()));
+    return (at_once + lanes - 1) / lanes;
+  }
+
+  int at_once;
+  std::vector<std::string> cards{};
+};
+
 /// Refuses more runs at once on a GPU than there is memory for: each by itself would find room.
 void require_room_for(int runs, const std::vector<const Cell*>& cells) {
   std::vector<recipe::Budget> budgets;
@@ -121,49 +157,80 @@ void require_room_for(int runs, const std::vector<const Cell*>& cells) {
   recipe::require_memory_of_all(runs, budgets, memory);
 }
 
+/// Settles where all run, once what is still to be done is known to have room there. What "auto"
+/// stands for; "" where no run says that.
+std::string find_device(std::vector<Cell>& cells, std::int32_t jobs) {
+  const auto open = std::find_if(cells.begin(), cells.end(), [](const Cell& cell) {
+    return cell.recipe.device == recipe::kAutoDevice;
+  });
+  settle_device(runs_of(cells));
+  const std::string found = open == cells.end() ? "" : open->recipe.device;
+  const std::vector<const Cell*> left = left_of(cells);
+  for (const Cell* cell : left) require_device(cell->recipe);
+  const Shares shares(left, jobs);
+  if (shares.at_once > 1 && left.front()->recipe.device != "cpu") {
+    require_room_for(shares.on_a_card(), left);
+  }
+  return found;
+}
+
+/// This command again, with the same runs, for one of the processes that it starts.
+std::vector<std::string> same_runs(const CompareArgs& args, const recipe::Comparison& comparison,
+                                   const fs::path& root) {
+  std::vector<std::string> again = {"compare", args.recipe};
+  again.insert(again.end(), args.assignments.begin(), args.assignments.end());
+  std::string arms;
+  for (const std::string& arm : comparison.arms) arms += (arms.empty() ? "" : ",") + arm;
+  for (const std::string& arg :
+       {std::string("--arms"), arms, std::string("--seeds"), cat({comparison.seeds}),
+        std::string("--run"), root.string() + "/"}) {
+    again.push_back(arg);
+  }
+  return again;
+}
+
+/// The same as find_device(), but in a process of its own where a GPU is looked at: who looks takes
+/// a place there, and one in exclusive-process mode has no other.
+void find_device_apart(std::vector<Cell>& cells, const CompareArgs& args,
+                       const recipe::Comparison& comparison, const fs::path& root) {
+  const bool may_touch = std::any_of(cells.begin(), cells.end(), [](const Cell& cell) {
+    const std::string& name = cell.recipe.device;
+    if (cell.ended || name == "cpu") return false;
+    return why_unusable(device_named(name == recipe::kAutoDevice ? "cuda" : name)).empty();
+  });
+  if (!may_touch) {
+    find_device(cells, args.jobs);
+    return;
+  }
+  std::vector<std::string> look = same_runs(args, comparison, root);
+  for (const std::string& arg : {std::string("--jobs"), cat({args.jobs}), std::string("--look")}) {
+    look.push_back(arg);
+  }
+  const std::string found = answer_of(look);
+  settle_device(runs_of(cells), found.substr(0, found.find('\n')));
+}
+
 /// Each by this command with --cell, the run's place among all.
 std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const Cell* first,
                                    const CompareArgs& args, const recipe::Comparison& comparison,
                                    const fs::path& root) {
   std::vector<Job> jobs;
   for (const Cell* cell : cells) {
-    Job job{.name = cell->name(), .args = {"compare", args.recipe}};
-    job.args.insert(job.args.end(), args.assignments.begin(), args.assignments.end());
-    job.args.push_back("device=" + cell->recipe.device);
-    std::string arms;
-    for (const std::string& arm : comparison.arms) arms += (arms.empty() ? "" : ",") + arm;
+    Job job{.name = cell->name(), .args = same_runs(args, comparison, root)};
     for (const std::string& arg :
-         {std::string("--arms"), arms, std::string("--seeds"), cat({comparison.seeds}),
-          std::string("--run"), root.string() + "/", std::string("--cell"), cat({cell - first})}) {
+         {"device=" + cell->recipe.device, std::string("--cell"), cat({cell - first})}) {
       job.args.push_back(arg);
     }
     jobs.push_back(std::move(job));
   }
-  const auto at_once = static_cast<int>(std::min(std::ptrdiff_t{args.jobs}, std::ssize(jobs)));
-  if (at_once > 1) info(cat({"runs side by side: ", at_once}));
-  const std::string& device = cells.front()->recipe.device;
-  std::vector<std::string> cards;  // one of a number stays the one
-  if (device == "cuda" && std::getenv("LOCAL_RANK") == nullptr) cards = gpus();
-  const int lanes = std::max(1, static_cast<int>(cards.size()));
-  if (device != "cpu" && at_once > 1) require_room_for((at_once + lanes - 1) / lanes, cells);
-  const std::vector<std::string> failed = run_jobs(jobs, at_once, cards);
+  const Shares shares(cells, args.jobs);
+  if (shares.at_once > 1) info(cat({"runs side by side: ", shares.at_once}));
+  const std::vector<std::string> failed = run_jobs(jobs, shares.at_once, shares.cards);
   std::vector<std::string> stopped;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
     if (!failed[i].empty()) stopped.push_back(cat({jobs[i].name, " stopped: ", failed[i]}));
   }
   return stopped;
-}
-
-/// Those that are still to be done.
-std::vector<const Cell*> left_of(const std::vector<Cell>& cells) {
-  std::vector<const Cell*> left;
-  for (const Cell& cell : cells) {
-    if (!cell.ended) left.push_back(&cell);
-  }
-  if (const auto ended = std::ssize(cells) - std::ssize(left); ended > 0) {
-    info(cat({ended, " of ", cells.size(), " runs have ended before and are not repeated"}));
-  }
-  return left;
 }
 
 /// One process at a time: two would take the runs from each other. Held until the program ends.
@@ -241,12 +308,11 @@ int compare(const CompareArgs& args) {
     run_shown(cell.recipe, cell.folder, cell.name());
     return 0;
   }
-  std::vector<ComparedRun> runs;
-  for (Cell& cell : cells) runs.push_back({&cell.recipe, cell.folder});
-  settle_device(runs);
-  for (const Cell& cell : cells) {
-    if (!cell.ended) require_device(cell.recipe);
+  if (args.look) {
+    print(find_device(cells, args.jobs) + "\n");
+    return 0;
   }
+  find_device_apart(cells, args, comparison, root);
   const recipe::Recipe& first = cells.front().recipe;
   info(cat({comparison.arms.size(), " arms x ", comparison.seeds, " seeds of ",
             first.schedule.steps, " steps of ", first.schedule.prompts_per_step, " prompts x ",
@@ -255,6 +321,10 @@ int compare(const CompareArgs& args) {
   on_interrupt_say("the same command goes on from here");
   lock(root);
   const std::vector<const Cell*> left = left_of(cells);
+  if (left.size() < cells.size()) {
+    info(cat({cells.size() - left.size(), " of ", cells.size(),
+              " runs have ended before and are not repeated"}));
+  }
   // A run that breaks a GPU breaks it for its process alone.
   const bool apart = !left.empty() && (args.jobs > 1 || left.front()->recipe.device != "cpu");
   std::vector<std::string> stopped =

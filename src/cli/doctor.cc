@@ -116,7 +116,7 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   recipe.device = settled_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
-  const std::int64_t at_once = b.rollout_weights + b.cache + b.trainer;
+  const std::int64_t at_once = b.rollout_weights + std::max(b.cache + b.trainer, b.trainer_most);
   const std::int64_t later = b.swap + b.records;
   const std::int64_t disk = b.checkpoints + b.records_disk;
   row.insert(row.end(), {arm.name, recipe.arm.contract, policy.folder.string(), bytes_text(at_once),

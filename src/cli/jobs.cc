@@ -28,12 +28,19 @@ namespace {
 
 std::string why(int error) { return std::generic_category().message(error); }
 
+/// Two ends of a pipe that processes started later do not have.
+std::array<int, 2> pipe_ends() {
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw Error("cannot make a pipe: " + why(errno));
+  return ends;
+}
+
 /// A process, and the lines that come out of it.
 class Running {
  public:
-  /// `lane`: which of those that run at once.
+  /// `lane`: which of those that run at once. `answer`: where its stdout goes; -1: nowhere.
   Running(const Job& job, std::size_t index, int lane, int at_once,
-          const std::vector<std::string>& cards)
+          const std::vector<std::string>& cards, int answer = -1)
       : index_(index), lane_(lane), name_(job.name) {
     // Made before the fork: between it and exec nothing may be allocated.
     std::vector<std::string> variables = environment(lane, at_once, cards);
@@ -46,11 +53,10 @@ class Running {
     for (std::string& arg : args) argv.push_back(arg.data());
     argv.push_back(nullptr);
 
-    std::array<int, 2> ends{};
-    if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw Error("cannot make a pipe: " + why(errno));
+    const std::array<int, 2> ends = pipe_ends();
     const pid_t parent = ::getpid();
     process_ = ::fork();
-    if (process_ == 0) become(argv.data(), envp.data(), ends[1], parent);
+    if (process_ == 0) become(argv.data(), envp.data(), answer, ends[1], parent);
     ::close(ends[1]);
     from_ = ends[0];
     if (process_ < 0) {
@@ -123,7 +129,7 @@ class Running {
     return variables;
   }
 
-  [[noreturn]] static void become(char** argv, char** envp, int to, pid_t parent) {
+  [[noreturn]] static void become(char** argv, char** envp, int answer, int to, pid_t parent) {
     ::prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (::getppid() != parent) ::_exit(1);  // it ended before the line above
     const int nowhere = ::open("/dev/null", O_RDWR);
@@ -131,6 +137,7 @@ class Running {
       ::dup2(nowhere, STDIN_FILENO);
       ::dup2(nowhere, STDOUT_FILENO);
     }
+    if (answer >= 0) ::dup2(answer, STDOUT_FILENO);
     ::dup2(to, STDERR_FILENO);
     ::execve("/proc/self/exe", argv, envp);
     ::_exit(127);
@@ -142,7 +149,7 @@ class Running {
     const std::size_t text = line_.find_first_not_of(' ');
     // An error is why it failed: told once it has ended.
     if (text != std::string::npos && !line_.starts_with(kError)) {
-      info(name_ + "  " + line_.substr(text));
+      info(name_.empty() ? line_ : name_ + "  " + line_.substr(text));
     }
     line_.clear();
   }
@@ -174,6 +181,28 @@ std::unique_ptr<Running> next_ended(Processes& running) {
 }
 
 }  // namespace
+
+std::string answer_of(const std::vector<std::string>& args) {
+  const std::array<int, 2> ends = pipe_ends();
+  std::string failed, answer;
+  try {
+    Running process({.name = "", .args = args}, 0, 0, 1, {}, ends[1]);
+    while (process.read()) continue;
+    failed = process.end();
+  } catch (...) {
+    ::close(ends[0]);
+    ::close(ends[1]);
+    throw;
+  }
+  ::close(ends[1]);
+  std::array<char, 4096> bytes{};
+  for (ssize_t n = 0; (n = ::read(ends[0], bytes.data(), bytes.size())) > 0;) {
+    answer.append(bytes.data(), static_cast<std::size_t>(n));
+  }
+  ::close(ends[0]);
+  if (!failed.empty()) throw Error(failed);
+  return answer;
+}
 
 std::vector<std::string> gpus() {
   std::vector<std::string> names;

@@ -11,6 +11,11 @@ struct Job {
   std::vector<std::string> args;  // behind the program's name
 };
 
+/// What this program writes to stdout when it is given `args`, in a process of its own: one that
+/// touches a GPU and leaves it. What it writes to stderr comes through. Throws Error with its own
+/// line where it fails.
+std::string answer_of(const std::vector<std::string>& args);
+
 /// The GPUs that processes can be spread over, as CUDA_VISIBLE_DEVICES names them.
 std::vector<std::string> gpus();
 

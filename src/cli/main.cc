@@ -111,6 +111,7 @@ void add_compare(CLI::App& app, Chosen& chosen) {
       ->check(within(1, kMostJobs))
       ->capture_default_str();
   sub->add_option("--cell", args->cell)->group("");  // what compare starts its processes with
+  sub->add_flag("--look", args->look)->group("");
   sub->callback([&chosen, args] { chosen = [args] { return compare(*args); }; });
 }
 

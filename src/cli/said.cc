@@ -15,6 +15,11 @@ std::string said(const std::exception& failed) {
   const auto has = [&](const char* words) { return what.find(words) != std::string::npos; };
   const std::string first = what.substr(0, what.find('\n'));
   if (has("CUDA out of memory")) {  // this and the rest in torch's words
+    if (has(" allowed; ")) {
+      return first +
+             "; raise trainer.memory, lower trainer.tokens_per_pass, or set trainer.recompute = "
+             "true";
+    }
     return first +
            "; lower trainer.tokens_per_pass or rollout.cache, or set trainer.recompute = true";
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
+#include <map>
 
 #include "base/text.h"
 #include "base/timer.h"
@@ -101,7 +102,7 @@ recipe::SettledDevice settled_device(const recipe::Recipe& recipe, const Arm& ar
   recipe::Recipe there = recipe;
   if (there.device == recipe::kAutoDevice) there.device = "cuda";
   recipe::Budget budget = recipe::budget(there, arm, model);
-  if (!trains) budget.trainer = budget.evaluation = 0;
+  if (!trains) budget.trainer = budget.trainer_most = budget.evaluation = 0;
   return recipe::settle_device(recipe.device, budget, [&](Device device) {
     rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
     if (trains) train::require_runs(arm.qat, device);
@@ -118,7 +119,46 @@ void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget) {
          }));
 }
 
-void settle_device(std::span<const ComparedRun> runs) {
+namespace {
+
+/// Where a run began; "" where none did.
+std::string began_on(const std::filesystem::path& folder) {
+  const std::filesystem::path file = folder / "recipe.toml";
+  if (folder.empty() || !std::filesystem::exists(file)) return "";
+  recipe::Recipe any;
+  recipe::take_settled(value_or_throw(read_text(file)), file.string(), any);
+  return any.device;
+}
+
+}  // namespace
+
+void check_devices(std::span<const ComparedRun> runs) {
+  std::map<std::string, std::string> began;  // by device, who did
+  std::string another;
+  for (const auto& [recipe, folder] : runs) {
+    const std::string device = began_on(folder);
+    if (device.empty()) continue;
+    const std::string name = (folder.parent_path().filename() / folder.filename()).string();
+    std::string& names = began[device];
+    names += (names.empty() ? "" : ", ") + name;
+    if (recipe->device != recipe::kAutoDevice && recipe->device != device) another = recipe->device;
+  }
+  if (began.size() <= 1 && another.empty()) return;
+  std::string all;
+  for (const auto& [device, names] : began) {
+    all += (all.empty() ? "" : "; ") + cat({names, " began on ", device});
+  }
+  if (began.size() == 1) {
+    throw Usage(
+        cat({"device is ", another, ", and a run goes on where it began: ", all,
+             "; say device=", began.begin()->first, ", or give this comparison another --run"}));
+  }
+  throw Usage(cat({"arms that are compared all run on one device: ", all,
+                   "; remove the folders of one of them, whose runs begin anew then, or give this "
+                   "comparison another --run"}));
+}
+
+void settle_device(std::span<const ComparedRun> runs, const std::string& found) {
   std::vector<recipe::Recipe*> open;
   recipe::SettledDevice common;
   for (const auto& [recipe, folder] : runs) {
@@ -134,6 +174,7 @@ void settle_device(std::span<const ComparedRun> runs) {
     }
   }
   if (open.empty()) return;
+  if (!found.empty()) common.name = found;
   const bool is_choice = common.name.empty();
   for (const recipe::Recipe* recipe : open) {
     if (!is_choice || common.name == "cpu") break;  // one that runs nowhere else decides

@@ -58,8 +58,12 @@ struct ComparedRun {
   std::filesystem::path folder;
 };
 /// The same for runs that are compared, which need one device: what began keeps its own, and the
-/// others follow it; else it is one that does for all.
-void settle_device(std::span<const ComparedRun> runs);
+/// others follow it; else it is `found`, or where that is empty one that does for all.
+void settle_device(std::span<const ComparedRun> runs, const std::string& found = "");
+
+/// Refuses runs that began on different devices, or on another than their recipe's: one line with
+/// all of them.
+void check_devices(std::span<const ComparedRun> runs);
 
 /// The first worked problems of evaluation: what a run is calibrated on.
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task);

@@ -147,8 +147,10 @@ int sft(const SftArgs& args) {
   }
   const std::int64_t bytes = 2 * parameters;
   const std::string may_be = r.device == recipe::kAutoDevice ? "cuda" : r.device;
-  const recipe::Budget budget = {.trainer =
-                                     recipe::trainer_bytes(may_be, r.trainer.bf16) * parameters};
+  if (may_be != "cpu") recipe::check_trainer_memory(r.trainer, parameters);
+  const recipe::Budget budget = {
+      .trainer = recipe::trainer_bytes(may_be, r.trainer.bf16) * parameters,
+      .trainer_most = may_be != "cpu" ? r.trainer.memory_bytes : 0};
   settle_device(r, budget);
   const Device device = recipe::ready_device(r.device, budget);
   require_room(out, bytes, "the model takes", "or name another folder with --out");

@@ -106,7 +106,7 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   settle_device(recipe, checked, policy.config, trains);
   recipe::Budget budget = recipe::budget(recipe, checked, policy.config);
   budget.evaluation = 0;
-  if (!trains) budget.trainer = 0;
+  if (!trains) budget.trainer = budget.trainer_most = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
   Arm arm = ready_arm(recipe, policy, *task);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};

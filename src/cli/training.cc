@@ -57,7 +57,7 @@ class Training {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
       Agreement plain = agreement_;
       plain.guide = Guide{};
-      reference_.emplace(plain, arm_.qat, recipe_.trainer, device_, *comm_);
+      reference_.emplace(plain, arm_.qat, beside_the_policy(), device_, *comm_);
       load(*policy_.weights, reference_->initial_weights());
     }
   }
@@ -112,6 +112,13 @@ class Training {
     }
   }
 
+  /// What is left of trainer.memory when the policy's trainer has its own.
+  train::Options beside_the_policy() const {
+    train::Options options = recipe_.trainer;
+    if (options.memory_bytes > 0) options.memory_bytes -= budget_.trainer / 2;
+    return options;
+  }
+
   store::Options store_options() const {
     store::Options options = recipe_.store;
     if (recipe_.store_on_disk) options.folder = run_dir_.trace();
@@ -130,6 +137,8 @@ class Training {
     const bool due = step == recipe_.schedule.steps || (e.every > 0 && step % e.every == 0);
     if (!due || e.prompts == 0) return {};
     const double began = seconds();
+    engine_.rest();
+    trainer_.rest(budget_.evaluation);
     const PassRate rate = evaluate(agreement_, trainer_.weights(), *task_, e, arm_.rollout,
                                    recipe_.schedule.sampling.max_new_tokens, device_);
     return {{"val-core/" + recipe_.task.name + "/reward/mean@1", rate.mean},

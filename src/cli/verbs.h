@@ -32,6 +32,7 @@ struct CompareArgs {
   std::string run;         // a name below runs/ or a path; empty: the recipe's name
   std::int32_t jobs = 1;   // how many runs at once, each in a process of its own
   std::int32_t cell = -1;  // that run alone, for the process that started this one
+  bool look = false;       // only say where all would run, for the process that started this one
 };
 int compare(const CompareArgs& args);
 

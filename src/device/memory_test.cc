@@ -80,6 +80,21 @@ TEST_P(Memory, PinnedIsThereForBoth) {
   EXPECT_EQ(pinned.as<std::uint8_t>()[4095], 7);
 }
 
+/// In a process of its own: this one has looked at more.
+TEST(Devices, ToAskWhetherOneCanBeUsedTakesNoPlaceThere) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto look = [] {
+    const bool usable = why_unusable(kFirstCuda).empty();
+    if (usable == holds_context(kFirstCuda)) std::exit(1);
+    if (usable) device_memory(kFirstCuda);
+    std::exit(usable == holds_context(kFirstCuda) ? 0 : 2);
+  };
+  if (devices().size() > 1) {
+    EXPECT_EXIT(look(), testing::ExitedWithCode(0), "");
+  }
+  EXPECT_FALSE(holds_context({}));
+}
+
 TEST(Devices, AreNamed) {
   EXPECT_EQ(device_named("cpu"), Device{});
   EXPECT_EQ(device_named("cuda:3"), (Device{Device::Kind::kCuda, 3}));
