@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/vectors.h"
 #include "rl/distribution.h"
 #include "rl/ratio.h"
 #include "rl/triage.h"
@@ -217,6 +218,7 @@ void put_responses(const Options& options, const Batch& batch, Comm& comm, Metri
 
 Metrics diagnostics(const Options& options, const Batch& batch, const PerToken& train_logp,
                     Comm& comm) {
+  clear_upper_halves();
   Metrics metrics;
   Gap gap = measure(options, batch, train_logp);
   put_gap(gap, comm, metrics);
