@@ -148,12 +148,19 @@ void lay_out(const AttentionArgs& args, AttentionParams& p) {
   p.scales_at = heads * codes;
   const std::int32_t row = p.code_bytes + p.scale_bytes;
   p.stride = (row + 15) / 16 * 16;
-  const auto is_aligned = [](const PagedKv& kv) {
-    return (reinterpret_cast<std::uintptr_t>(kv.pool) % 16 | kv.page_bytes % 16 | kv.offset % 16 |
-            kv.row_bytes % 16) == 0;
+  const auto are_aligned = [&](std::uintptr_t to) {
+    std::uintptr_t at = 0;
+    for (const PagedKv* kv : {&args.k, &args.v}) {
+      at |= reinterpret_cast<std::uintptr_t>(kv->pool) |
+            static_cast<std::uintptr_t>(kv->page_bytes | kv->offset | kv->row_bytes);
+    }
+    return at % to == 0;
   };
   p.copy = KvCopy::kBytes;
-  if (!is_aligned(args.k) || !is_aligned(args.v)) return;
+  if (are_aligned(8) && (p.code_bytes | p.scale_bytes | p.scales_at) % 8 == 0) {
+    p.copy = KvCopy::kWords;
+  }
+  if (!are_aligned(16)) return;
   if (p.block_heads == heads && p.stride == row) {
     p.copy = KvCopy::kRuns;
   } else if (p.code_bytes % 16 == 0 && p.scale_bytes % 16 == 0 && p.scales_at % 16 == 0) {

@@ -17,6 +17,7 @@ enum class KvFormat : std::uint8_t { kNvfp4, kMxfp4, kE4m3, kBf16 };
 enum class KvCopy : std::uint8_t {
   kRuns,   // whole rows, as many as follow each other in a page, by the copy engine
   kRows,   // a row's codes and scales of the block's heads, by the copy engine
+  kWords,  // the same, eight bytes at a time, by threads that wait for none
   kBytes,  // the same by the threads: any alignment, any shape
 };
 

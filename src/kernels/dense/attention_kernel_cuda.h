@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups))
   const int heads = kHeads > 0 ? kHeads : p.block_heads;
   const SharedLayout layout = Shape::layout(p);
   const typename Shape::BlockRing ring(shared, layout);
-  ring.start(heads);
+  ring.start(heads, p.copy == KvCopy::kWords ? kWordArrivals : 1);
   if (threadIdx.x < 32) {
     reinterpret_cast<LaneOffsets*>(shared + layout.offsets)
         ->fill<kFormat, kDim>(static_cast<int>(threadIdx.x), Shape::stride(p));

@@ -28,6 +28,15 @@ class Barrier {
         "l"(from), "r"(bytes), "r"(at_)
         : "memory");
   }
+  /// A thread's eight bytes at a time.
+  static __device__ void copy_word(void* to, const std::byte* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address_of(to)), "l"(from)
+                 : "memory");
+  }
+  /// Arrives once what copy_word() of this thread began is there.
+  __device__ void arrive_with_words() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at_) : "memory");
+  }
   __device__ void wait(int parity) const {
     asm volatile(
         "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -39,6 +48,9 @@ class Barrier {
  private:
   std::uint32_t at_;
 };
+
+/// Of a block that comes in words: all lanes with theirs, and one for the warp.
+inline constexpr int kWordArrivals = 33;
 
 /// Where things lie in shared memory; sizes are the host's too.
 struct SharedLayout {
@@ -94,9 +106,9 @@ class Ring {
       : shared_(shared), stages_(shared + layout.stages), stage_bytes_(layout.stage_bytes) {}
 
   /// By all threads, before a barrier of theirs. `readers`: warps that read a block.
-  __device__ void start(int readers) const {
+  __device__ void start(int readers, int arrivals) const {
     if (threadIdx.x < kStages) {
-      full(static_cast<int>(threadIdx.x)).start(1);
+      full(static_cast<int>(threadIdx.x)).start(arrivals);
       empty(static_cast<int>(threadIdx.x)).start(readers);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -173,6 +185,13 @@ class Loader {
     unsigned char* const values = keys + kKeys * stride();
     const Barrier done = ring_.full(to);
     if (count < kKeys) clear(values + count * stride(), (kKeys - count) * stride());
+    if (p_.copy == KvCopy::kWords) {
+      copy_words(keys, values, from, count);
+      done.arrive_with_words();
+      __syncwarp();  // what was cleared
+      if (lane_ == 0) done.arrive();
+      return;
+    }
     if (p_.copy == KvCopy::kBytes) {
       copy_bytes(keys, values, from, count);
       __syncwarp();
@@ -231,6 +250,24 @@ class Loader {
     if (p_.scale_bytes == 0) return;
     done.copy(to + p_.code_bytes, row + p_.scales_at + head_block_ * p_.scale_offset,
               p_.scale_bytes);
+  }
+  /// A lane a key.
+  __device__ void copy_words(unsigned char* keys, unsigned char* values, const PagePlace& from,
+                             int count) const {
+    for (int i = lane_; i < count; i += 32) {
+      PagePlace at = from;
+      at.advance(i, p_.page_tokens);
+      copy_words_of_row(keys + i * stride(), row_of(p_.k, at.page, at.slot));
+      copy_words_of_row(values + i * stride(), row_of(p_.v, at.page, at.slot));
+    }
+  }
+  __device__ void copy_words_of_row(unsigned char* to, const std::byte* row) const {
+    const std::byte* const codes = row + head_block_ * p_.code_offset;
+    const std::byte* const scales = row + p_.scales_at + head_block_ * p_.scale_offset;
+    for (int i = 0; i < p_.code_bytes; i += 8) Barrier::copy_word(to + i, codes + i);
+    for (int i = 0; i < p_.scale_bytes; i += 8) {
+      Barrier::copy_word(to + p_.code_bytes + i, scales + i);
+    }
   }
   __device__ void copy_bytes(unsigned char* keys, unsigned char* values, PagePlace at,
                              int count) const {

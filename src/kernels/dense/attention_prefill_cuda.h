@@ -98,7 +98,7 @@ class Stager {
         lane_(lane),
         codes_(head * Bytes::kCodes),
         scales_(p.scales_at + head * Bytes::kScales),
-        anywhere_(p.copy == KvCopy::kBytes) {}
+        anywhere_(p.copy == KvCopy::kBytes || p.copy == KvCopy::kWords) {}
 
   /// Starts to read.
   __device__ void read(const RowPlaces& places) {
