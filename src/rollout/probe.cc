@@ -46,6 +46,11 @@ void probe_sums(const ProbeSumsArgs& args, Stream stream) {
   throw Error("weights: they lie on a CUDA device, this build has no CUDA backend");
 }
 
+void probe_sums(const PlacedProbe* probes, std::int64_t count, Device device, Stream stream) {
+  if constexpr (build::has_cuda) return probe_sums_cuda(probes, count, device, stream);
+  throw Error("weights: they lie on a CUDA device, this build has no CUDA backend");
+}
+
 double probe_error(const PackedView<const std::uint8_t>& arrived, const Quantizer& rule,
                    const ProbedProduct& product) {
   const std::int64_t out = arrived.codes.shape[0], in = rule.columns(arrived.codes.shape[1]);

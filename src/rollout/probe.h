@@ -2,6 +2,7 @@
 /// arrived whole; a product says that it lies where the kernel reads it.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <vector>
 
@@ -37,7 +38,20 @@ struct ProbeSumsArgs {
 /// probe_error()'s two sums on a CUDA device, where all of it lies; nobody waits.
 void probe_sums(const ProbeSumsArgs& args, Stream stream);
 
-/// Behind it; defined where there is a CUDA compiler.
+/// A probe of a weight that was quantized into its place; all of it lies on one CUDA device.
+struct PlacedProbe {
+  const std::byte* sample = nullptr;  // kernels::PlacedWeight's of its rows, at probe_step()
+  const Bf16* x = nullptr;            // [in]
+  const float* y = nullptr;           // [out] the product's
+  double* sums = nullptr;             // [2] become ||y - y'||^2 and ||y'||^2
+  std::int32_t out = 0, in = 0, step = 1;
+};
+
+/// The same sums of many probes, whose list lies on the device.
+void probe_sums(const PlacedProbe* probes, std::int64_t count, Device device, Stream stream);
+
+/// Behind them; defined where there is a CUDA compiler.
 void probe_sums_cuda(const ProbeSumsArgs& args, Stream stream);
+void probe_sums_cuda(const PlacedProbe* probes, std::int64_t count, Device device, Stream stream);
 
 }  // namespace lockstep::rollout

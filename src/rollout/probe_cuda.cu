@@ -1,5 +1,7 @@
 #include "device/cuda/check.h"
 #include "numerics/bf16.h"
+#include "numerics/e2m1.h"
+#include "numerics/e4m3.h"
 #include "rollout/probe.h"
 
 namespace lockstep::rollout {
@@ -18,7 +20,48 @@ struct Params {
 
 constexpr int kMostRows = 64;  // of which probe_step() leaves less than twice sixteen
 
-/// One block, a warp a row, and the rows in their order at last: the sums are the same each time.
+/// The rows in their order: the sums are the same each time.
+__device__ void add_probe(const double* products, std::int64_t rows, const float* y,
+                          std::int64_t step, double* sums) {
+  double error = 0, norm = 0;
+  for (std::int64_t at = 0; at < rows; ++at) {
+    const double difference = static_cast<double>(y[at * step]) - products[at];
+    error += difference * difference;
+    norm += products[at] * products[at];
+  }
+  sums[0] = error;
+  sums[1] = norm;
+}
+
+/// One block a probe, a warp a row. A lane takes blocks of sixteen.
+__global__ void __launch_bounds__(kThreads) placed_probes_kernel(const PlacedProbe* probes) {
+  __shared__ double products[kMostRows];
+  const PlacedProbe p = probes[blockIdx.x];
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const std::int32_t rows = (p.out + p.step - 1) / p.step, blocks = p.in / 16;
+  const auto* codes = reinterpret_cast<const std::uint8_t*>(p.sample) + 16;
+  const std::uint8_t* scales = codes + std::int64_t{rows} * blocks * 8;
+  const double global = *reinterpret_cast<const float*>(p.sample);
+  for (std::int32_t row = static_cast<std::int32_t>(threadIdx.x) / 32; row < rows;
+       row += kThreads / 32) {
+    double sum = 0;
+    for (std::int32_t block = lane; block < blocks; block += 32) {
+      const std::int64_t at = std::int64_t{row} * blocks + block;
+      float units = 0;  // exact, in halves of halves
+      for (int i = 0; i < 16; ++i) {
+        const std::uint32_t code = codes[8 * at + i / 2] >> i % 2 * 4 & 15u;
+        units += to_float(p.x[16 * block + i]) * to_float(static_cast<E2m1>(code));
+      }
+      sum += static_cast<double>(units) * to_float(static_cast<E4m3>(scales[at]));
+    }
+    for (int half = 16; half > 0; half /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, half);
+    if (lane == 0) products[row] = sum * global;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) add_probe(products, rows, p.y, p.step, p.sums);
+}
+
+/// One block, a warp a row.
 __global__ void __launch_bounds__(kThreads) probe_sums_kernel(const __grid_constant__ Params p) {
   __shared__ double products[kMostRows];
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -34,18 +77,18 @@ __global__ void __launch_bounds__(kThreads) probe_sums_kernel(const __grid_const
     if (lane == 0) products[at] = sum;
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  double error = 0, norm = 0;
-  for (std::int64_t at = 0; at < rows; ++at) {
-    const double difference = static_cast<double>(p.y[at * p.step]) - products[at];
-    error += difference * difference;
-    norm += products[at] * products[at];
-  }
-  p.sums[0] = error;
-  p.sums[1] = norm;
+  if (threadIdx.x == 0) add_probe(products, rows, p.y, p.step, p.sums);
 }
 
 }  // namespace
+
+void probe_sums_cuda(const PlacedProbe* probes, std::int64_t count, Device device, Stream stream) {
+  if (count == 0) return;
+  const cuda::OnDevice scope(device.index);
+  placed_probes_kernel<<<static_cast<unsigned int>(count), kThreads, 0, cuda::stream_of(stream)>>>(
+      probes);
+  cuda::require_launch("placed_probes_kernel");
+}
 
 void probe_sums_cuda(const ProbeSumsArgs& args, Stream stream) {
   const cuda::OnDevice scope(args.worth.device.index);

@@ -208,20 +208,23 @@ void Weights::begin(WeightVersion version, ContractId contract) {
 }
 
 /// The number of a weight that may be put now.
-std::size_t Weights::admit(const Weight& weight) const {
+std::size_t Weights::index_to_put(const WeightId& id) const {
   if (state_ != State::kOpen) {
-    throw Error(cat({"weights: ", to_string(weight.id), " was put before begin()"}));
+    throw Error(cat({"weights: ", to_string(id), " was put before begin()"}));
   }
-  const auto found = index_.find(weight.id);
+  const auto found = index_.find(id);
   if (found == index_.end()) {
-    throw Error(cat({"weight ", to_string(weight.id), " is not one of this model's"}));
+    throw Error(cat({"weight ", to_string(id), " is not one of this model's"}));
   }
-  if (seen_[found->second] != 0) {
-    throw Error(cat({"weight ", to_string(weight.id), " was put twice"}));
-  }
+  if (seen_[found->second] != 0) throw Error(cat({"weight ", to_string(id), " was put twice"}));
+  return found->second;
+}
+
+std::size_t Weights::admit(const Weight& weight) const {
+  const std::size_t index = index_to_put(weight.id);
   require_kind(weight);
   require_numbers(weight);
-  return found->second;
+  return index;
 }
 
 void Weights::put(const Weight& weight) {
@@ -246,6 +249,13 @@ void Weights::put_all(std::span<const Weight> weights) {
     seen_[arrivals.back().index] = 1;
   }
   there_->put(arrivals);
+}
+
+std::optional<CodesPlace> Weights::place(const WeightId& id) {
+  const std::size_t index = index_to_put(id);
+  if (!there_ || !of_expert(id.role) || format(id.layer) != ExpertFormat::kW4a4) return {};
+  seen_[index] = 1;
+  return there_->place(index, probes(id));
 }
 
 std::vector<std::uint32_t> Weights::commit() {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -63,6 +64,8 @@ class Weights final : public WeightSink {
   /// quantize(), which are not looked at.
   void put(const Weight& weight) override;
   void put_all(std::span<const Weight> weights) override;
+  /// Experts' matrices in NVFP4 on a CUDA device.
+  std::optional<CodesPlace> place(const WeightId& id) override;
   /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
   /// fp4/weight/*: how far the experts' codes are from those of the set before; none for a first.
@@ -107,6 +110,7 @@ class Weights final : public WeightSink {
   bool arrives_as_codes(const WeightId& id) const;
   ExpertFormat format(Layer layer) const;
   std::size_t admit(const Weight& weight) const;
+  std::size_t index_to_put(const WeightId& id) const;
   void require_kind(const Weight& weight) const;
   void require_numbers(const Weight& weight) const;
   bool probes(const WeightId& id) const;

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/text.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/exact/code_flips.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/place_weights.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/quantize_weights.h"
 #include "model/checksum.h"
@@ -134,6 +136,7 @@ void DeviceWeights::begin(bool compare) {
   flips_.assign(compare ? at_.layers.size() : 0, {});
   probe_error_ = -1;
   probes_.clear();
+  placed_probes_.clear();
   fill_bytes(counts_.as<void>(), device_, 0, counts_.bytes(), stream_);
   fill_bytes(bad_.as<void>(), device_, 0x7F, bad_.bytes(), stream_);
 }
@@ -312,19 +315,14 @@ void DeviceWeights::multiply(std::size_t index, std::int64_t in, TensorView<floa
   const WeightId& id = at_.order[index];
   const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
   const Probed& probed = probed_.at(in);
-  const bool up = id.role == WeightId::Role::kGateUp;
   const auto x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_);
   const std::int64_t out = y.shape[1];
   if (layer.format == ExpertFormat::kW4a4) {
-    const Quantizer& rule = at_.contract.activation;
-    kernels::W4a4Weights w = up ? layer.gate_up_codes : layer.down_codes;
+    kernels::W4a4Weights w = codes_at(id);
     w.data = w.expert(id.expert.value);
     w.experts = 1;
-    const Codes a = {
-        rows_at<const std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
-        rows_at<const std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
-        {probed.global.as<float>(), {1}, {1}, device_}};
-    kernels::w4a4({.a = a, .w = w, .out = y, .rule = rule}, stream_);
+    kernels::w4a4({.a = codes_of(probed, in), .w = w, .out = y, .rule = at_.contract.activation},
+                  stream_);
     return;
   }
   kernels::PackedMatrix w = {other_numbers_.as<Bf16>(), out, in, device_};
@@ -339,28 +337,45 @@ void DeviceWeights::multiply(std::size_t index, std::int64_t in, TensorView<floa
   kernels::linear_bf16({.x = x, .weight = w, .y = y}, stream_);
 }
 
+/// The probe's x of that width, coded where the weight's product takes codes.
+const DeviceWeights::Probed& DeviceWeights::probed(const WeightId& id, std::int64_t in) {
+  Probed& probed = probed_[in];
+  if (probed.x.bytes() > 0) return probed;
+  const std::vector<Bf16> x = probe_row(in);
+  const Quantizer& rule = at_.contract.activation;
+  probed.x = Buffer(device_, 2 * in, stream_);
+  copy_bytes(probed.x.as<void>(), device_, x.data(), {}, 2 * in, stream_);
+  synchronize(device_, stream_);  // x ends here
+  probed.codes = Buffer(device_, rule.code_bytes(in), stream_);
+  probed.scales = Buffer(device_, rule.scale_cols(in), stream_);
+  probed.global = Buffer(device_, sizeof(float), stream_);
+  if (format(id) == ExpertFormat::kW4a4) {
+    kernels::quantize(
+        {.x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_),
+         .rule = rule,
+         .out = {rows_at<std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
+                 rows_at<std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
+                 {probed.global.as<float>(), {1}, {1}, device_}}},
+        stream_);
+  }
+  return probed;
+}
+
+DeviceWeights::Codes DeviceWeights::codes_of(const Probed& probed, std::int64_t in) const {
+  const Quantizer& rule = at_.contract.activation;
+  return {rows_at<const std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
+          rows_at<const std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
+          {probed.global.as<float>(), {1}, {1}, device_}};
+}
+
+const kernels::W4a4Weights& DeviceWeights::codes_at(const WeightId& id) const {
+  const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
+  return id.role == WeightId::Role::kGateUp ? layer.gate_up_codes : layer.down_codes;
+}
+
 void DeviceWeights::probe(std::size_t index, Numbers worth) {
   const auto [out, in] = worth.shape;
-  Probed& probed = probed_[in];
-  if (probed.x.bytes() == 0) {
-    const std::vector<Bf16> x = probe_row(in);
-    const Quantizer& rule = at_.contract.activation;
-    probed.x = Buffer(device_, 2 * in, stream_);
-    copy_bytes(probed.x.as<void>(), device_, x.data(), {}, 2 * in, stream_);
-    synchronize(device_, stream_);  // x ends here
-    probed.codes = Buffer(device_, rule.code_bytes(in), stream_);
-    probed.scales = Buffer(device_, rule.scale_cols(in), stream_);
-    probed.global = Buffer(device_, sizeof(float), stream_);
-    if (format(at_.order[index]) == ExpertFormat::kW4a4) {
-      kernels::quantize(
-          {.x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_),
-           .rule = rule,
-           .out = {rows_at<std::uint8_t>(probed.codes.as<void>(), 1, rule.code_bytes(in), device_),
-                   rows_at<std::uint8_t>(probed.scales.as<void>(), 1, rule.scale_cols(in), device_),
-                   {probed.global.as<float>(), {1}, {1}, device_}}},
-          stream_);
-    }
-  }
+  const Probed& probed = this->probed(at_.order[index], in);
   const auto y = rows_at<float>(y_.as<void>(), 1, out, device_);
   multiply(index, in, y);
   probe_sums({.x = probed.x.as<Bf16>(),
@@ -369,6 +384,91 @@ void DeviceWeights::probe(std::size_t index, Numbers worth) {
               .sums = errors_.as<double>() + 2 * probes_.size()},
              stream_);
   probes_.push_back(index);
+}
+
+CodesPlace DeviceWeights::place(std::size_t index, bool probe) {
+  const WeightId& id = at_.order[index];
+  const kernels::W4a4Weights& to = codes_at(id);
+  CodesPlace place = {.expert = to.expert(id.expert.value),
+                      .out = to.out,
+                      .cols = to.cols,
+                      .flips = compares_ ? flips_of(id.layer) : nullptr};
+  if (compares_) {
+    WeightFlips& flips = flips_[static_cast<std::size_t>(id.layer.value)];
+    flips.codes += std::int64_t{to.out} * to.cols;
+    flips.blocks += std::int64_t{to.out} * to.cols / 16;
+  }
+  if (!probe) return place;
+  place.sample_step = probe_step(to.out);
+  const std::int64_t bytes = kernels::sample_bytes(to.out, to.cols, place.sample_step);
+  placed_probes_.push_back({index, Buffer(device_, bytes, stream_)});
+  place.sample = placed_probes_.back().sample.as<>();
+  return place;
+}
+
+/// Probes of all weights that were placed, on their way when this returns.
+DeviceWeights::ProbeLists DeviceWeights::probe_placed() {
+  if (placed_probes_.empty()) return {};
+  const auto id_of = [&](const Placed& one) -> const WeightId& { return at_.order[one.index]; };
+  std::ranges::sort(placed_probes_, {}, [&](const Placed& one) {
+    return std::tuple(id_of(one).layer, id_of(one).role, id_of(one).expert);
+  });
+  ProbeLists lists;
+  std::int64_t outputs = 0;
+  for (const Placed& one : placed_probes_) outputs += codes_at(id_of(one)).out;
+  lists.y = Buffer(device_, 4 * outputs, stream_);
+  const auto experts = static_cast<std::size_t>(at_.model.num_experts);
+  std::vector<ProbedGroup> groups;
+  auto* y = lists.y.as<float>();
+  for (const Placed& one : placed_probes_) {
+    const WeightId& id = id_of(one);
+    const kernels::W4a4Weights& w = codes_at(id);
+    const Probed& by = probed(id, w.cols);
+    if (groups.empty() || groups.back().w.data != w.data) {
+      groups.push_back({w, &by, 0, y});
+      lists.numbers.resize(lists.numbers.size() + experts + 1);
+    }
+    ++groups.back().items;
+    const std::span offsets = std::span(lists.numbers).last(experts + 1);
+    for (auto e = static_cast<std::size_t>(id.expert.value) + 1; e <= experts; ++e) ++offsets[e];
+    lists.probes.push_back({.sample = one.sample.as<>(),
+                            .x = by.x.as<Bf16>(),
+                            .y = y,
+                            .sums = errors_.as<double>() + 2 * probes_.size(),
+                            .out = w.out,
+                            .in = w.cols,
+                            .step = static_cast<std::int32_t>(probe_step(w.out))});
+    probes_.push_back(one.index);
+    y += w.out;
+  }
+  lists.numbers.resize(lists.numbers.size() + experts);
+  const auto send = [&](const auto& values, Buffer& to) {
+    const auto bytes = std::ssize(values) * static_cast<std::int64_t>(sizeof(values[0]));
+    to = Buffer(device_, bytes, stream_);
+    copy_bytes(to.as<void>(), device_, values.data(), {}, bytes, stream_);
+  };
+  send(lists.numbers, lists.numbers_there);
+  send(lists.probes, lists.probes_there);
+  multiply_placed(groups, lists.numbers_there.as<std::int32_t>());
+  probe_sums(lists.probes_there.as<PlacedProbe>(), std::ssize(lists.probes), device_, stream_);
+  return lists;
+}
+
+/// `numbers` [groups, experts + 1] are offsets, and zeros follow.
+void DeviceWeights::multiply_placed(std::span<const ProbedGroup> groups,
+                                    const std::int32_t* numbers) {
+  const std::int64_t offsets = at_.model.num_experts + 1;
+  const std::int32_t* const zeros = numbers + std::ssize(groups) * offsets;
+  for (const ProbedGroup& group : groups) {
+    kernels::w4a4({.a = codes_of(*group.by, group.w.cols),
+                   .w = group.w,
+                   .offsets = {numbers, {offsets}, {1}, device_},
+                   .from = {zeros, {group.items}, {1}, device_},
+                   .out = {group.y, {group.items, group.w.out}, {group.w.out, 1}, device_},
+                   .rule = at_.contract.activation},
+                  stream_);
+    numbers += offsets;
+  }
 }
 
 template <typename T>
@@ -380,6 +480,7 @@ std::vector<T> DeviceWeights::read(const Buffer& from) const {
 }
 
 std::vector<std::uint32_t> DeviceWeights::commit() {
+  const ProbeLists lists = probe_placed();
   std::vector<std::uint32_t> crcs = list_.run();
   const auto bad = read<std::int32_t>(bad_);
   const auto errors = read<double>(errors_);

@@ -8,6 +8,7 @@
 #include "device/memory.h"
 #include "device/stream.h"
 #include "kernels/exact/crc32c.h"
+#include "rollout/probe.h"
 #include "rollout/weights.h"
 
 namespace lockstep::rollout {
@@ -36,6 +37,8 @@ class DeviceWeights {
     bool probe = false;
   };
   void put(std::span<const Arrival> arrivals);
+  /// Where codes of NVFP4 go that their sender writes itself.
+  CodesPlace place(std::size_t index, bool probe);
   /// CRC32C of each as it lies, in the form in which it came. Waits. Throws Error naming a weight
   /// from the device that is not finite, or one that a product finds not to lie as it should.
   std::vector<std::uint32_t> commit();
@@ -61,6 +64,27 @@ class DeviceWeights {
   void compare(Layer layer, const Codes& value);
   void probe(std::size_t index, Numbers worth);
   void multiply(std::size_t index, std::int64_t in, TensorView<float, 2> y);
+  struct Probed {
+    Buffer x, codes, scales, global;
+  };
+  const Probed& probed(const WeightId& id, std::int64_t in);
+  Codes codes_of(const Probed& probed, std::int64_t in) const;
+  const kernels::W4a4Weights& codes_at(const WeightId& id) const;
+  /// What the device reads until it has done its probes.
+  struct ProbeLists {
+    std::vector<std::int32_t> numbers{};  // of experts: offsets of each group, then zeros
+    std::vector<PlacedProbe> probes{};
+    Buffer numbers_there{}, probes_there{}, y{};
+  };
+  ProbeLists probe_placed();
+  /// Experts' matrices of a layer, of one kind.
+  struct ProbedGroup {
+    kernels::W4a4Weights w{};
+    const Probed* by = nullptr;
+    std::int64_t items = 0;
+    float* y = nullptr;
+  };
+  void multiply_placed(std::span<const ProbedGroup> groups, const std::int32_t* numbers);
   Bf16* place(std::size_t index) const;
   PackedView<std::uint8_t> mx_place(const WeightId& id) const;
   void list_all();
@@ -84,10 +108,13 @@ class DeviceWeights {
   Buffer numbers_, other_numbers_;  // what its codes are worth
   std::vector<Bf16> on_host_;
 
-  struct Probed {
-    Buffer x, codes, scales, global;
-  };
   std::map<std::int64_t, Probed> probed_;  // by width
+  // Probes of weights that their sender places, until commit().
+  struct Placed {
+    std::size_t index = 0;
+    Buffer sample;
+  };
+  std::vector<Placed> placed_probes_;
   Buffer y_;
   std::vector<std::size_t> probes_;  // weights, in the order of errors_
   Buffer errors_;                    // two doubles a probe

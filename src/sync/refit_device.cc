@@ -1,7 +1,9 @@
 #include "sync/refit_device.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <optional>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -15,6 +17,8 @@ namespace lockstep::sync {
 namespace {
 
 constexpr std::int64_t kSlots = 4096;
+constexpr std::size_t kMostWaiting = 512;
+constexpr std::int64_t kPlainBytes = 16 << 20;
 constexpr std::uint64_t kNone = ~std::uint64_t{0};
 
 std::int64_t bytes_of(const TensorView<const std::uint8_t, 2>& view) {
@@ -30,7 +34,8 @@ DeviceSender::DeviceSender(WeightSink& to, const Contract& contract)
       stream_(to.stream()),
       global_(device_, sizeof(float), stream_),
       error_(device_, stream_),
-      sums_(device_, stream_) {}
+      sums_(device_, stream_),
+      placer_(device_, stream_) {}
 
 /// Room on the device; what was there may be in use until the stream has come so far, and goes
 /// back to the pool in its order.
@@ -45,16 +50,59 @@ TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int6
 }
 
 std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
+  if (quantize && place(weight, number)) {
+    const auto [rows, cols] = waiting_.back().master.shape;
+    if (waiting_.size() == kMostWaiting) place_waiting();
+    return rows * (cols / 2 + cols / 16) + 4;
+  }
   if (quantize && gather(weight, number)) {
     const auto [rows, cols] = gathered_.back().master.shape;
     if (gathered_.size() == rooms_.size()) send_gathered();
     return rows * (cols / 2 + cols / 16) + 4;
   }
+  if (!quantize && !std::holds_alternative<PackedView<const std::uint8_t>>(weight.value)) {
+    return send_numbers(weight, number);
+  }
   send_gathered();
   if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
     return put_codes(weight.id, *codes, number);
   }
-  return quantize ? send_quantized(weight, number) : send_numbers(weight, number);
+  return send_quantized(weight, number);
+}
+
+/// False where the receiver has no place for it, or no kernel reaches it.
+bool DeviceSender::place(const Weight& weight, std::size_t number) {
+  const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value);
+  if (f32 == nullptr || !placer_.takes(contract_.weight, *f32)) return false;
+  const std::optional<CodesPlace> place = to_.place(weight.id);
+  if (!place) return false;
+  if (f32->shape != std::array<std::int64_t, 2>{place->out, place->cols}) {
+    throw Error(cat({"weight ", to_string(weight.id), " is [", f32->shape[0], ", ", f32->shape[1],
+                     "]; expected [", place->out, ", ", place->cols, "]"}));
+  }
+  waiting_.push_back({*f32, *place, number});
+  return true;
+}
+
+void DeviceSender::place_waiting() {
+  if (waiting_.empty()) return;
+  used_slots_ = next_slot(std::ssize(waiting_));
+  std::vector<kernels::PlacedWeight> weights;
+  for (const auto& [master, place, number] : waiting_) {
+    const std::int64_t slot = used_slots_++;
+    weights.push_back({.master = master,
+                       .place = {place.expert, 1, place.out, place.cols, device_},
+                       .expert = 0,
+                       .flips = place.flips,
+                       .bad = bad_at(slot),
+                       .sum = sum_at(slot),
+                       .sample = place.sample,
+                       .sample_step = place.sample_step});
+    const auto [rows, cols] = master.shape;
+    pending_.push_back({number, slot, rows * (cols / 2 + cols / 16) + 4, cols});
+  }
+  waiting_.clear();
+  placer_.place(weights, contract_.weight, sums_);
 }
 
 /// False where the weight has to go by itself.
@@ -123,6 +171,10 @@ std::int64_t DeviceSender::next_slot(std::int64_t count) {
   return used_slots_;
 }
 
+std::uint32_t* DeviceSender::sum_at(std::int64_t slot) {
+  return slots_[static_cast<std::size_t>(slot / kSlots)].sums.as<std::uint32_t>() + slot % kSlots;
+}
+
 std::uint64_t* DeviceSender::bad_at(std::int64_t slot) {
   return slots_[static_cast<std::size_t>(slot / kSlots)].bad.as<std::uint64_t>() + slot % kSlots;
 }
@@ -145,8 +197,7 @@ void DeviceSender::sum(std::span<const Summed> items) {
     for (const Summed& item : items) list->add(item.parts);
   }
   const std::int64_t slot = next_slot(std::ssize(items));
-  auto* sums = slots_[static_cast<std::size_t>(slot / kSlots)].sums.as<std::uint32_t>();
-  list->launch(sums + slot % kSlots, stream_);
+  list->launch(sum_at(slot), stream_);
   for (const Summed& item : items) {
     std::int64_t bytes = 0;
     for (const Bytes& part : item.parts) bytes += bytes_of(part);
@@ -154,27 +205,54 @@ void DeviceSender::sum(std::span<const Summed> items) {
   }
 }
 
+/// Goes with its whole layer: a checksum's launch takes long to begin.
 std::int64_t DeviceSender::send_numbers(const Weight& weight, std::size_t number) {
-  const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
-  TensorView<const Bf16, 2> numbers;
-  if (bf16 != nullptr) {
-    numbers = *bf16;
-  } else {
-    const auto& f32 = std::get<TensorView<const float, 2>>(weight.value);
-    const auto rounded = room<Bf16>(numbers_, f32.shape[0], f32.shape[1]);
-    kernels::round_weight(f32, rounded, bad_at(next_slot()), stream_);
-    numbers = rounded;
+  if (plain_bytes_ >= kPlainBytes && weight.id.layer != plain_.back().weight.id.layer) send_plain();
+  const auto [rows, cols] = std::visit(
+      [](const auto& view) {
+        if constexpr (requires { view.codes; }) {
+          return view.codes.shape;
+        } else {
+          return view.shape;
+        }
+      },
+      weight.value);
+  plain_.push_back({weight, number});
+  plain_bytes_ += 2 * rows * cols;
+  return 2 * rows * cols;
+}
+
+void DeviceSender::send_plain() {
+  if (plain_.empty()) return;
+  plain_rooms_.resize(std::max(plain_rooms_.size(), plain_.size()));
+  const std::int64_t slot = next_slot(std::ssize(plain_));
+  std::vector<Weight> sent;
+  std::vector<Summed> summed;
+  for (std::size_t i = 0; i < plain_.size(); ++i) {
+    const auto& [weight, number] = plain_[i];
+    const auto* bf16 = std::get_if<TensorView<const Bf16, 2>>(&weight.value);
+    TensorView<const Bf16, 2> numbers;
+    if (bf16 != nullptr) {
+      numbers = *bf16;
+    } else {
+      const auto& f32 = std::get<TensorView<const float, 2>>(weight.value);
+      const auto rounded = room<Bf16>(plain_rooms_[i], f32.shape[0], f32.shape[1]);
+      kernels::round_weight(f32, rounded, bad_at(slot + static_cast<std::int64_t>(i)), stream_);
+      numbers = rounded;
+    }
+    const auto [rows, cols] = numbers.shape;
+    sent.push_back({weight.id, numbers});
+    summed.push_back({{{reinterpret_cast<const std::uint8_t*>(numbers.data),
+                        {rows, 2 * cols},
+                        {2 * numbers.stride[0], 1},
+                        device_}},
+                      number,
+                      cols});
   }
-  to_.put({weight.id, numbers});
-  const auto [rows, cols] = numbers.shape;
-  const Summed item = {{{reinterpret_cast<const std::uint8_t*>(numbers.data),
-                         {rows, 2 * cols},
-                         {2 * numbers.stride[0], 1},
-                         device_}},
-                       number,
-                       cols};
-  sum({&item, 1});
-  return rows * cols * 2;
+  plain_.clear();
+  plain_bytes_ = 0;
+  to_.put_all(sent);
+  sum(summed);
 }
 
 /// In FP32, as they are or back from BF16.
@@ -226,7 +304,9 @@ std::int64_t DeviceSender::put_codes(const WeightId& id,
 }
 
 void DeviceSender::end(std::span<const WeightId> ids, std::span<std::uint32_t> checksums) {
+  send_plain();
   send_gathered();
+  place_waiting();
   std::vector<std::uint32_t> sums(slots_.size() * kSlots);
   std::vector<std::uint64_t> bad(sums.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -12,6 +12,7 @@
 #include "contract/contract.h"
 #include "device/memory.h"
 #include "kernels/exact/crc32c.h"
+#include "kernels/exact/place_weights.h"
 #include "kernels/exact/quantize_weights.h"
 #include "kernels/exact/weight_numbers.h"
 #include "model/weights.h"
@@ -44,7 +45,10 @@ class DeviceSender {
 
   template <typename T>
   TensorView<T, 2> room(Buffer& buffer, std::int64_t rows, std::int64_t cols);
+  bool place(const Weight& weight, std::size_t number);
+  void place_waiting();
   std::int64_t send_numbers(const Weight& weight, std::size_t number);
+  void send_plain();
   TensorView<const float, 2> masters(const Weight& weight);
   bool gather(const Weight& weight, std::size_t number);
   void send_gathered();
@@ -60,15 +64,32 @@ class DeviceSender {
   void sum(std::span<const Summed> items);
   std::int64_t next_slot(std::int64_t count = 1);
   std::uint32_t* amax_at(std::int64_t slot);
+  std::uint32_t* sum_at(std::int64_t slot);
   std::uint64_t* bad_at(std::int64_t slot);
 
   WeightSink& to_;
   const Contract& contract_;
   Device device_;
   Stream stream_;
-  Buffer codes_, scales_, global_, numbers_, f32_, back_;
+  Buffer codes_, scales_, global_, f32_, back_;
   kernels::WeightError error_;
   kernels::WeightSums sums_;
+  kernels::WeightPlacer placer_;
+  // Masters that have a place, until they are many.
+  struct Waiting {
+    TensorView<const float, 2> master;
+    CodesPlace place;
+    std::size_t number = 0;
+  };
+  std::vector<Waiting> waiting_;
+  // What goes in BF16, until a layer of it is there, and room for what is rounded.
+  struct Plain {
+    Weight weight;
+    std::size_t number = 0;
+  };
+  std::vector<Plain> plain_;
+  std::int64_t plain_bytes_ = 0;
+  std::vector<Buffer> plain_rooms_;
   // Weights that wait for each other, and their codes.
   struct Gathered {
     WeightId id;

@@ -34,32 +34,6 @@ void cut(const std::byte* data, std::int64_t bytes, std::uint32_t item, std::int
   }
 }
 
-/// What CrcTiles asks for.
-std::vector<std::uint32_t> tile_powers(std::int64_t out, std::int64_t cols) {
-  const std::int64_t code_bytes = cols / 2, scale_bytes = cols / 16;
-  const auto power = [](std::int64_t bytes) {
-    return gf2::power(8 * static_cast<std::uint64_t>(bytes));
-  };
-  std::vector<std::uint32_t> powers;
-  const bool whole = cols % 64 == 0;
-  for (const std::int64_t words : {8, 4}) {
-    for (std::int64_t rows = 0; rows < 16; ++rows) {
-      powers.push_back(power(rows * code_bytes + words));
-    }
-  }
-  for (const std::int64_t words : {8, 4}) {
-    for (std::int64_t rows = 0; rows < 16; ++rows) {
-      powers.push_back(power(rows * scale_bytes + (whole ? words : 0)));
-    }
-  }
-  for (std::int64_t row = 0; row < out; row += 16) {
-    const std::int64_t after = out - std::min(out, row + 16);
-    powers.push_back(power(after * code_bytes + out * scale_bytes + kGlobalBytes));
-    powers.push_back(power(after * scale_bytes + kGlobalBytes));
-  }
-  return powers;
-}
-
 /// What the header says: m 2^n.
 float global_of(const W4a4Weights& weights, std::int32_t expert) {
   std::int32_t exponent = 0;
@@ -165,17 +139,23 @@ void Crc32cList::prepare() {
     }
   }
   units_ = static_cast<std::int64_t>(units.size());
-  std::vector<std::byte> bytes;
-  append(bytes, units);
+  if (!bytes_.empty()) synchronize(device_, stream_);
+  bytes_.clear();
+  append(bytes_, units);
   shapes_.clear();
   for (const auto& [shape, of_shape] : experts) {
     const auto [out, cols] = shape;
-    shapes_.push_back({out, cols, append(bytes, of_shape), std::ssize(of_shape),
-                       append(bytes, tile_powers(out, cols))});
+    Shape& made =
+        shapes_.emplace_back(Shape{out, cols, append(bytes_, of_shape), std::ssize(of_shape),
+                                   Buffer(device_, 4 * tile_bit_words(cols), stream_),
+                                   Buffer(device_, 8 * std::int64_t{out}, stream_)});
+    if constexpr (build::has_cuda) {
+      tile_tables_cuda(made.bits.as<std::uint32_t>(), made.powers.as<std::uint32_t>(), out, cols,
+                       device_, stream_);
+    }
   }
-  prepared_ = Buffer(device_, std::ssize(bytes), stream_);
-  copy_bytes(prepared_.as<void>(), device_, bytes.data(), {}, std::ssize(bytes), stream_);
-  synchronize(device_, stream_);  // `bytes` ends here
+  prepared_ = Buffer(device_, std::ssize(bytes_), stream_);
+  copy_bytes(prepared_.as<void>(), device_, bytes_.data(), {}, std::ssize(bytes_), stream_);
   prepared_items_ = size();
 }
 
@@ -189,10 +169,11 @@ void Crc32cList::launch(std::uint32_t* sums, Stream stream) {
     for (const Shape& shape : shapes_) {
       crc_tiles_cuda({.experts = reinterpret_cast<const CrcExpert*>(base + shape.first),
                       .count = shape.count,
-                      .powers = reinterpret_cast<const std::uint32_t*>(base + shape.powers),
+                      .bits = shape.bits.as<std::uint32_t>(),
+                      .powers = shape.powers.as<std::uint32_t>(),
                       .tile_bytes = W4a4Weights::tile_bytes(shape.cols),
                       .out = shape.out,
-                      .blocks = shape.cols / 16},
+                      .chunks = (shape.cols + 63) / 64},
                      sums, device_, stream);
     }
     return;

@@ -54,13 +54,14 @@ class Crc32cList {
   Device device_;
   Stream stream_;
   std::vector<Item> items_;
-  Buffer prepared_;  // units of rows, then experts of each shape
+  std::vector<std::byte> bytes_;  // of prepared_, until it has arrived
+  Buffer prepared_;               // units of rows, then experts of each shape
   std::int64_t prepared_items_ = 0;
   std::int64_t units_ = 0;
   struct Shape {
     std::int32_t out = 0, cols = 0;
     std::int64_t first = 0, count = 0;  // of the experts, bytes into prepared_ and how many
-    std::int64_t powers = 0;            // bytes into prepared_
+    Buffer bits{}, powers{};
   };
   std::vector<Shape> shapes_;
 };

@@ -1,12 +1,14 @@
-/// CRC32C on a CUDA device: a lane takes every so many'th word of a unit, by Horner's rule in one
-/// fixed power of x. That product is four lookups, one a byte, in tables that every lane has for
-/// itself, bank by bank, so that no two lanes meet; the tables are made in shared memory by the
-/// block that reads them.
+/// CRC32C on a CUDA device. Of bytes in rows: a lane takes every so many'th word of a unit, by
+/// Horner's rule in one fixed power of x. That product is four lookups, one a byte, in tables that
+/// every lane has for itself, bank by bank, so that no two lanes meet; the tables are made in
+/// shared memory by the block that reads them. Of what lies in tiles: products of bits,
+/// crc_bits_cuda.h.
 #include <algorithm>
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/exact/crc32c_rows.h"
+#include "kernels/exact/crc_bits_cuda.h"
 #include "kernels/exact/gf2.h"
 #include "kernels/exact/w4a4.h"
 #include "numerics/exponent.h"
@@ -18,7 +20,6 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTableBytes = 4 * 256 * 32 * 4;
 constexpr std::uint64_t kRowStride = 32 * 32;  // bits from a lane's word to its next
-constexpr std::uint64_t kTileStride = 2 * 32;
 
 /// [4][256][32]: byte v at place b, times x^kStride, once a lane.
 __device__ void make_table(std::uint32_t* table, std::uint32_t stride) {
@@ -106,101 +107,107 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// A tile's codes: lane 4 g + t has of each block columns 4 t .. 4 t + 3 of outputs g and g + 8,
-/// two bytes of each. It gives one output's to its neighbour for the other's of the same columns:
-/// then every lane has words of one row.
-__device__ std::uint32_t tile_codes(const std::byte* tile, int blocks, int rows,
-                                    const std::uint32_t* powers, const std::uint32_t* table) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const std::uint32_t lane4 = 4 * (threadIdx.x & 31u);
-  const bool odd = (lane & 1) != 0;
-  std::uint32_t s = 0;
-  const auto* chunk = reinterpret_cast<const uint4*>(tile) + lane;
-  uint4 next = chunk[0];
-  uint4 second = blocks > 4 ? chunk[36] : next;
-  for (int left = blocks; left > 0; left -= 4, chunk += 36) {
-    const uint4 own = next;
-    next = second;
-    if (left > 8) second = chunk[72];
-    // Of output g, the halves below; of g + 8, those above. An even lane keeps the halves below.
-    const std::uint32_t low01 = __byte_perm(own.x, own.y, 0x5410);
-    const std::uint32_t high01 = __byte_perm(own.x, own.y, 0x7632);
-    const std::uint32_t low23 = __byte_perm(own.z, own.w, 0x5410);
-    const std::uint32_t high23 = __byte_perm(own.z, own.w, 0x7632);
-    const std::uint32_t kept01 = odd ? high01 : low01;
-    const std::uint32_t kept23 = odd ? high23 : low23;
-    const std::uint32_t got01 = __shfl_xor_sync(0xFFFFFFFFu, odd ? low01 : high01, 1);
-    const std::uint32_t got23 = __shfl_xor_sync(0xFFFFFFFFu, odd ? low23 : high23, 1);
-    const std::uint32_t first01 = odd ? got01 : kept01, last01 = odd ? kept01 : got01;
-    const std::uint32_t first23 = odd ? got23 : kept23, last23 = odd ? kept23 : got23;
-    const std::uint32_t words[4] = {
-        __byte_perm(first01, last01, 0x5410), __byte_perm(first01, last01, 0x7632),
-        __byte_perm(first23, last23, 0x5410), __byte_perm(first23, last23, 0x7632)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < left) s = step(table, lane4, s) ^ words[i];
-    }
-  }
-  const int row = lane / 4 + 8 * (lane & 1);
-  // The lane's last word is the row's last but one, or its last.
-  return row < rows ? gf2::times(s, powers[((lane & 2) != 0 ? 16 : 0) + rows - 1 - row]) : 0u;
-}
+constexpr int kTileThreads = 256;
 
-/// A tile's scales: lane 16 q + r takes row r, every other chunk's four.
-__device__ std::uint32_t tile_scales(const std::byte* tile, int blocks, int rows,
-                                     const std::uint32_t* powers, const std::uint32_t* table) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const std::uint32_t lane4 = 4 * (threadIdx.x & 31u);
-  const int row = lane & 15, g = row & 7;
-  const std::uint32_t select = row >= 8 ? 0x7531 : 0x6420;
-  const int chunks = blocks / 4, rest = blocks % 4;
-  const auto word_of = [&](int chunk) {
-    const auto pair = *reinterpret_cast<const uint2*>(tile + chunk * 576 + 512 + 8 * g);
-    return __byte_perm(pair.x, pair.y, select);
-  };
-  std::uint32_t s = 0;
-  // Where the number of chunks is odd, a zero stands before the first.
-#pragma unroll 4
-  for (int chunk = (lane >> 4) - (chunks & 1); chunk < chunks; chunk += 2) {
-    s = step(table, lane4, s) ^ (chunk >= 0 ? word_of(chunk) : 0u);
-  }
-  if (rest > 0) {
-    static constexpr std::uint32_t kTwo = gf2::power(64), kOne = gf2::power(32);
-    s = gf2::times(s, lane >= 16 ? kOne : kTwo);
-    const std::uint32_t last = word_of(chunks);
-    for (int i = 0; i < rest; ++i) s = gf2::after_byte(s, lane < 16 ? last >> i * 8 & 255u : 0u);
-  }
-  return row < rows ? gf2::times(s, powers[lane / 16 * 16 + rows - 1 - row]) : 0u;
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
+/// A warp a tile. Lane 4 g + q has of each block columns 4 q .. 4 q + 3 of outputs g and g + 8, two
+/// bytes of each, and scales of block q.
+__global__ void __launch_bounds__(kTileThreads, 2)
     crc_tiles_kernel(const __grid_constant__ CrcTiles p, std::uint32_t* sums) {
-  extern __shared__ std::uint32_t table[];
-  static constexpr std::uint32_t kStride = gf2::power(kTileStride);
-  make_table(table, kStride);
-  const std::uint32_t lane = threadIdx.x & 31u;
-  const int tiles = (p.out + 15) / 16;
-  for (std::int64_t u = first_unit(); u < p.count * tiles; u += std::int64_t{gridDim.x} * kWarps) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int tiles = (p.out + 15) / 16, chunks = p.chunks;
+  const auto* const code_bits = reinterpret_cast<const uint4*>(p.bits) + lane;
+  const std::uint32_t* const scale_bits = p.bits + chunks * 256 + lane;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kTileThreads / 32);
+  for (std::int64_t u = std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
+       u < p.count * tiles; u += step) {
     const CrcExpert expert = p.experts[u / tiles];
     const auto number = static_cast<int>(u % tiles);
     const std::byte* tile = expert.data + W4a4Weights::kHeaderBytes + number * p.tile_bytes;
-    const int rows = min(16, p.out - number * 16);
-    const std::uint32_t codes =
-        __reduce_xor_sync(0xFFFFFFFFu, tile_codes(tile, p.blocks, rows, p.powers, table));
-    const std::uint32_t scales =
-        __reduce_xor_sync(0xFFFFFFFFu, tile_scales(tile, p.blocks, rows, p.powers + 32, table));
-    // Three lanes a part each: codes, scales, and with the first tile the global scale.
-    static constexpr std::uint32_t kWord = gf2::power(32);
-    std::uint32_t part = lane == 0 ? codes : scales;
-    std::uint32_t power = lane < 2 ? p.powers[64 + 2 * number + lane] : kWord;
-    if (lane == 2) {
-      part = number == 0
-                 ? float_bits(power_of_two(*reinterpret_cast<const std::int32_t*>(expert.data)))
-                 : 0u;
+    const auto* codes = reinterpret_cast<const uint4*>(tile) + lane;
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(tile + 512) + lane;
+    std::int32_t of_codes[4][4] = {}, of_scales[4][4] = {};
+#pragma unroll 4
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const uint4 own = __ldcs(codes + chunk * 36);
+      const std::uint32_t bytes = __ldcs(scales + chunk * 288);
+      const uint4 first = __ldg(code_bits + chunk * 64);
+      const uint4 second = __ldg(code_bits + chunk * 64 + 32);
+      const std::uint32_t third = __ldg(scale_bits + chunk * 32);
+      // Of output g the halves below, of g + 8 those above.
+      const std::uint32_t a[4] = {
+          __byte_perm(own.x, own.y, 0x5410), __byte_perm(own.x, own.y, 0x7632),
+          __byte_perm(own.z, own.w, 0x5410), __byte_perm(own.z, own.w, 0x7632)};
+      const std::uint32_t b0[4] = {first.x, first.y, first.z, first.w};
+      const std::uint32_t b1[4] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        count_common(of_codes[t], a, b0[t], b1[t]);
+        count_common(of_scales[t], bytes & 255u, bytes >> 8, third >> 8 * t);
+      }
     }
-    part = gf2::times(part, power);
-    if (lane < 3) atomicXor(sums + expert.item, part);
+    std::uint32_t words[4] = {0, 0, 0, 0};
+    parities(of_codes, words[0], words[1]);
+    parities(of_scales, words[2], words[3]);
+    std::uint32_t sum = of_lane(words);
+    const int row = number * 16 + lane / 4 + 8 * (lane & 1);
+    sum = row < p.out ? gf2::times(sum, p.powers[row * 2 + (lane >> 1 & 1)]) : 0u;
+    if (number == 0 && lane == 0) {
+      static constexpr std::uint32_t kWord = gf2::power(32);
+      const std::int32_t n = *reinterpret_cast<const std::int32_t*>(expert.data);
+      sum ^= gf2::times(float_bits(power_of_two(n)), kWord);
+    }
+    sum = __reduce_xor_sync(0xFFFFFFFFu, sum);
+    if (lane == 0) atomicXor(sums + expert.item, sum);
   }
+}
+
+/// What bit i of a byte is worth, with so many bytes behind it: x^(39 - i) times x^8 for each.
+struct ByteBits {
+  std::uint32_t power;
+  __device__ explicit ByteBits(std::int32_t behind)
+      : power(gf2::power(32u + 8u * static_cast<std::uint32_t>(max(behind, 0)))) {}
+  /// Bits 8 t + g of it, of all i, where they stand in a byte.
+  __device__ void add_to(std::uint32_t (&words)[4], int g, int shift) {
+    for (int i = 7; i >= 0; --i, power = gf2::times_x(power)) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) words[t] |= (power >> (8 * t + g) & 1u) << (shift + i);
+    }
+  }
+};
+
+__global__ void tile_bits_kernel(std::uint32_t* bits, std::int32_t cols) {
+  const auto at = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  const std::int32_t chunks = (cols + 63) / 64;
+  if (at >= chunks * 96) return;
+  const int lane = at % 32, quad = lane % 4, g = lane / 4;
+  std::uint32_t words[4] = {0, 0, 0, 0};
+  if (at < chunks * 64) {
+    const int chunk = at / 64, word = at / 32 % 2;
+    for (int k = 0; k < 4; ++k) {
+      const int byte = 32 * chunk + 8 * (2 * word + k / 2) + 2 * quad + k % 2;
+      ByteBits(cols / 2 - 1 - byte).add_to(words, g, 8 * k);
+    }
+    reinterpret_cast<uint4*>(bits)[at] = {words[0], words[1], words[2], words[3]};
+    return;
+  }
+  const int chunk = at / 32 - 2 * chunks;
+  ByteBits(cols / 16 - 1 - (4 * chunk + quad)).add_to(words, g, 0);
+  bits[chunks * 256 + chunk * 32 + lane] =
+      words[0] | words[1] << 8 | words[2] << 16 | words[3] << 24;
+}
+
+__global__ void row_powers_kernel(std::uint32_t* powers, std::int32_t out, std::int32_t cols) {
+  const auto at = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (at >= 2 * out) return;
+  const std::int64_t row_bytes = at % 2 == 0 ? cols / 2 : cols / 16;
+  const std::int64_t all_scales = at % 2 == 0 ? std::int64_t{out} * (cols / 16) : 0;
+  const std::int64_t behind = row_bytes * (out - 1 - at / 2) + all_scales + 4;
+  powers[at] = gf2::power(8 * static_cast<std::uint64_t>(behind));
+}
+
+constexpr int kTableThreads = 64;
+unsigned int table_blocks(std::int64_t threads) {
+  return static_cast<unsigned int>((threads + kTableThreads - 1) / kTableThreads);
 }
 
 /// As many blocks as the device holds, and no more than there is work for.
@@ -225,10 +232,28 @@ void crc_rows_cuda(const CrcUnit* units, std::int64_t count, std::uint32_t* sums
 
 void crc_tiles_cuda(const CrcTiles& tiles, std::uint32_t* sums, Device device, Stream stream) {
   const cuda::OnDevice scope(device.index);
-  const unsigned int blocks =
-      blocks_for(crc_tiles_kernel, tiles.count * ((tiles.out + 15) / 16), device);
-  crc_tiles_kernel<<<blocks, kThreads, kTableBytes, cuda::stream_of(stream)>>>(tiles, sums);
+  const std::int64_t most = 2 * cuda::multiprocessors(device.index);
+  const std::int64_t units = tiles.count * ((tiles.out + 15) / 16);
+  crc_tiles_kernel<<<static_cast<unsigned int>(std::min(most, units)), kTileThreads, 0,
+                     cuda::stream_of(stream)>>>(tiles, sums);
   cuda::require_launch("crc_tiles_kernel");
+}
+
+void tile_tables_cuda(std::uint32_t* bits, std::uint32_t* powers, std::int32_t out,
+                      std::int32_t cols, Device device, Stream stream) {
+  const cuda::OnDevice scope(device.index);
+  tile_bits_kernel<<<table_blocks((cols + 63) / 64 * 96), kTableThreads, 0,
+                     cuda::stream_of(stream)>>>(bits, cols);
+  cuda::require_launch("tile_bits_kernel");
+  row_powers_cuda(powers, out, cols, device, stream);
+}
+
+void row_powers_cuda(std::uint32_t* powers, std::int32_t out, std::int32_t cols, Device device,
+                     Stream stream) {
+  const cuda::OnDevice scope(device.index);
+  row_powers_kernel<<<table_blocks(2ll * out), kTableThreads, 0, cuda::stream_of(stream)>>>(
+      powers, out, cols);
+  cuda::require_launch("row_powers_kernel");
 }
 
 }  // namespace lockstep::kernels

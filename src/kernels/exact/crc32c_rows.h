@@ -23,18 +23,23 @@ struct CrcExpert {
   std::uint32_t unused = 0;
 };
 
-/// Powers of x for one shape of experts: [2, 16] of what follows a lane's last word, two words or
-/// one from the end of a row of codes where so many rows follow it in its tile; [2, 16] the same of
-/// scales, without the words where a row's end in part of one; then for each tile two: what
-/// follows its codes, and its scales.
+/// Experts of one shape.
 struct CrcTiles {
   const CrcExpert* experts = nullptr;
   std::int64_t count = 0;
-  const std::uint32_t* powers = nullptr;
+  const std::uint32_t* bits = nullptr;    // [tile_bit_words()] what bits are worth at their places
+  const std::uint32_t* powers = nullptr;  // [out, 2] x once for every bit behind a row
   std::int64_t tile_bytes = 0;
   std::int32_t out = 0;
-  std::int32_t blocks = 0;
+  std::int32_t chunks = 0;
 };
+
+constexpr std::int64_t tile_bit_words(std::int32_t cols) { return (cols + 63) / 64 * 288; }
+void tile_tables_cuda(std::uint32_t* bits, std::uint32_t* powers, std::int32_t out,
+                      std::int32_t cols, Device device, Stream stream);
+/// [out, 2]: of a row's codes, and of its scales, where scales and then a global scale follow.
+void row_powers_cuda(std::uint32_t* powers, std::int32_t out, std::int32_t cols, Device device,
+                     Stream stream);
 
 void crc_rows_cuda(const CrcUnit* units, std::int64_t count, std::uint32_t* sums, Device device,
                    Stream stream);

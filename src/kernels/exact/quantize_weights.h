@@ -45,6 +45,7 @@ class WeightSums {
 
  private:
   friend void quantize_weights(std::span<const WeightOnItsWay>, const Quantizer&, WeightSums&);
+  friend class WeightPlacer;
   void fold();
 
   Device device_;

@@ -6,6 +6,7 @@
 #include "device/cuda/cuda.h"
 #include "kernels/exact/block_sum_cuda.h"
 #include "kernels/exact/code_flips.h"
+#include "kernels/exact/flips_cuda.h"
 #include "kernels/exact/quantize_weights_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
@@ -162,25 +163,6 @@ struct Place {
 struct Places {
   Place of[kMostReplaced];
 };
-
-/// The places of a byte's code on the grid, plus 8; `codes` has one at each byte's lower half.
-__device__ inline std::uint32_t places_of(std::uint32_t codes) {
-  const std::uint32_t magnitudes = codes & 0x07070707u;
-  const std::uint32_t negative = (codes >> 3 & 0x01010101u) * 0xFFu;
-  return ((0x08080808u + magnitudes) & ~negative) | ((0x08080808u - magnitudes) & negative);
-}
-
-__device__ inline void compare_word(std::uint32_t now, std::uint32_t before, std::uint32_t& flips,
-                                    std::uint32_t& adjacent) {
-  if (now == before) return;
-#pragma unroll
-  for (int shift = 0; shift < 8; shift += 4) {
-    const std::uint32_t apart = places_of(now >> shift & 0x0F0F0F0Fu) + 0x10101010u -
-                                places_of(before >> shift & 0x0F0F0F0Fu);
-    flips += 4 - __popc(__vcmpeq4(apart, 0x10101010u)) / 8;
-    adjacent += __popc(__vcmpeq4(apart, 0x11111111u) | __vcmpeq4(apart, 0x0F0F0F0Fu)) / 8;
-  }
-}
 
 /// A chunk of 64 columns and 16 outputs a warp: lane 4 g + i brings block i of outputs g and g + 8,
 /// and takes, as lane 4 g + t, columns 4 t .. 4 t + 3 of all four blocks.
