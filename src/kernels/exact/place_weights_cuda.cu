@@ -1,138 +1,31 @@
 /// One block a multiprocessor and all of them together: a step's matrices lie in their shared
 /// memory and registers, so that the masters are read once. While a step is quantized the next one
 /// tells its largest magnitudes and the one after it is on its way.
-///
-/// Checksums are products of bits: 16 rows of 256 bits, the codes of a unit as lanes have them,
-/// times what each bit is worth at its place in the row (gf2.h), on tensor cores.
 #include <algorithm>
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
-#include "kernels/exact/block_sum_cuda.h"
-#include "kernels/exact/code_flips.h"
-#include "kernels/exact/crc_bits_cuda.h"
-#include "kernels/exact/flips_cuda.h"
 #include "kernels/exact/gf2.h"
-#include "kernels/exact/place_weights_rows.h"
-#include "kernels/exact/sixteen_cuda.h"
-#include "kernels/exact/w4a4_cuda.h"
+#include "kernels/exact/place_unit_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
 
-constexpr int kPlaceThreads = 32 * (kPlacers + 1);  // the last warp trades with other blocks
-constexpr int kUnitBytes = kUnitNumbers * 4;
-constexpr std::int32_t kNotFinite = 1 << 16;
+using namespace place_device;
 
-/// Twice: of even steps and of odd ones.
-struct PlaceShared {
-  float4 units[kPlacers][2][kUnitBytes / 16];
-  float4 before[kPlacers][w4a4_device::kChunkBytes / 16];
-  Pair sums[32 * kPlacers];  // here, for registers are dear
-  std::uint32_t residues[2][kPlacers][32];
-  std::uint32_t amax[2][kPlacers];
-  std::int32_t mine[2][kPlacers];
-  std::int32_t exponents[2][kMostOfStep];  // + kNotFinite
-  std::uint64_t told[2], ready[2], summed[2];
-};
+// Behind the placers a warp that trades magnitudes with other blocks, and one that gives orders and
+// adds checksums.
+constexpr int kPlaceThreads = 32 * (kPlacers + 2);
 
-__device__ inline std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ inline void barrier_init(std::uint64_t* barrier, std::uint32_t count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
-               : "memory");
-}
-
-__device__ inline void barrier_arrive(std::uint64_t* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
-                   shared_address(barrier))
-               : "memory");
-}
-
-__device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ inline std::uint32_t bf16_words(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-/// n / d of small numbers, given 1 / d: what the product is off by is less than a half of that.
-__device__ inline std::int32_t quotient(std::int32_t n, float per) {
-  return __float2int_rd((static_cast<float>(n) + 0.5f) * per);
-}
-
-/// The step's unit of this warp, its matrix above kUnitBits; -1: none.
-__device__ inline std::int32_t find_unit(const PlaceArgs& p, std::int32_t number, int warp) {
-  const PlaceStep step = p.steps[number];
-  const auto block = static_cast<std::int32_t>(blockIdx.x);
-  const std::int32_t at = quotient(step.units * block, p.per_blocks) + warp;
-  if (at >= quotient(step.units * (block + 1), p.per_blocks)) return -1;
-  std::int32_t m = step.first;
-  while (m + 1 < step.first + step.count && p.matrices[m + 1].first <= at) ++m;
-  return m << kUnitBits | (at - p.matrices[m].first);
-}
-
-/// Its numbers begin to arrive, 16 rows of 256 bytes, pieces of 16 exchanged so that reading them
-/// meets no bank twice.
-__device__ inline void fetch_numbers(const PlaceArgs& p, std::int32_t mine, float4* to) {
-  if (mine >= 0) {
-    const PlacedMatrix& m = p.matrices[mine >> kUnitBits];
-    const std::int32_t unit = mine & ((1 << kUnitBits) - 1), tile = quotient(unit, m.per_chunks);
-    const std::int64_t cols = std::int64_t{m.chunks} * 64;
-    const int lane = static_cast<int>(threadIdx.x) & 31, row = lane / 16, piece = lane % 16;
-    const float* from = m.master + (std::int64_t{tile} * 16 + row) * cols +
-                        (unit - tile * m.chunks) * 64 + piece * 4;
-    const std::uint32_t at =
-        shared_address(to) + row * 256 + 16 * (piece ^ (piece >> 3) ^ (row << 1));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + 512 * k),
-                   "l"(from + 2 * k * cols)
-                   : "memory");
-    }
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/// And what lies where its codes will.
-__device__ inline void fetch_before(const std::byte* from, float4* to) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  for (int i = lane; i < w4a4_device::kChunkBytes / 16; i += 32) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i)),
-                 "l"(from + 16 * i)
-                 : "memory");
-  }
-}
-
-/// Sixteen numbers of the lane's block, of output g or of g + 8.
-__device__ inline void read_sixteen(const float4* unit, int half, float (&x)[16]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, g = lane / 4, quad = lane % 4;
-  const int swap = (quad >> 1) | (g & 1) << 1;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float4 four = unit[(g + 8 * half) * 16 + 4 * quad + (k ^ swap)];
-    x[4 * k] = four.x;
-    x[4 * k + 1] = four.y;
-    x[4 * k + 2] = four.z;
-    x[4 * k + 3] = four.w;
-  }
-}
+__device__ inline std::uint32_t parity_of(std::int32_t step) { return step >> 1 & 1; }
 
 /// Tells the largest magnitude of the warp's unit, and where there is one that is not finite.
-__device__ inline void tell_amax(const PlaceArgs& p, PlaceShared& s, std::int32_t mine, int parity,
+__device__ inline void tell_amax(const PlaceArgs& p, PlaceShared& s, std::int32_t step,
                                  const float4* unit) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
+  const Order& order = s.orders[step % kOrders][warp];
   std::uint32_t most = 0;
-  if (mine >= 0) {
+  if (order.matrix >= 0) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float4 x = unit[32 * k + lane];
@@ -140,248 +33,111 @@ __device__ inline void tell_amax(const PlaceArgs& p, PlaceShared& s, std::int32_
     }
     most = __reduce_max_sync(0xFFFFFFFFu, max(most & 0x7FFFu, most >> 16 & 0x7FFFu));
     if (most >= 0x7F80u) {
-      const PlacedMatrix& m = p.matrices[mine >> kUnitBits];
-      const std::int32_t number = mine & ((1 << kUnitBits) - 1),
-                         tile = quotient(number, m.per_chunks);
-      for (int half = 1; half >= 0; --half) {
-        float x[16];
-        read_sixteen(unit, half, x);
-        const std::int64_t row = tile * 16 + half * 8 + lane / 4;
-        const std::int64_t first =
-            row * m.chunks * 64 + (number - tile * m.chunks) * 64 + lane % 4 * 16;
-#pragma unroll
-        for (int k = 15; k >= 0; --k) {
-          if (!is_finite(to_bf16(x[k]))) {
-            atomicMin(m.bad, static_cast<unsigned long long>(first + k));
-          }
-        }
+      const PlacedMatrix& m = p.matrices[order.matrix];
+      const std::int64_t first = order.from - m.master;
+#pragma unroll 1
+      for (int i = 31; i >= 0; --i) {
+        const int row = 8 * (i / 16) + lane / 4, col = lane % 4 * 16 + i % 16;
+        const float value = order.from[std::int64_t{row} * order.cols + col];
+        if (is_finite(to_bf16(value))) continue;
+        atomicMin(m.bad,
+                  static_cast<unsigned long long>(first + std::int64_t{row} * order.cols + col));
       }
     }
   }
   if (lane == 0) {
-    s.amax[parity][warp] = most;
-    s.mine[parity][warp] = mine;
-    barrier_arrive(&s.told[parity]);
+    s.amax[step & 1][warp] = most;
+    barrier_arrive(&s.told[step & 1]);
   }
 }
 
-struct MatrixScale {
-  float per_unit, per_scale, unit;
-  bool down, finite;
-};
-
-/// Codes of x, and their scale's byte; as weight_codes_kernel() has it.
-__device__ inline uint2 quantize_sixteen(const float (&x)[16], const MatrixScale& by,
-                                         std::uint32_t& byte, Pair& sums) {
-  constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
-  Sixteen numbers;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) numbers.words[k] = bf16_words(x[2 * k], x[2 * k + 1]);
-  byte = e4m3_byte(float_of(abs_max_bits(numbers) << 16) * by.per_scale);
-  const float worth = e4m3_value(byte);  // of a code of 1, in units of 2^n
-  const SixteenScale scale = nvfp4_sixteen(worth * by.unit);
-  if (by.down) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) numbers.words[k] = multiply_pair(numbers.words[k], kDown);
-  }
-  // As FP16 the codes are their values times 2^-14.
-  const float worth14 = worth * 0x1p14f;
-  std::uint32_t codes[8];
+/// Codes of x to where they go, and all that is to be known of them.
+__device__ inline void place_unit(const PlaceArgs& p, PlaceShared& s, std::int32_t step,
+                                  const Order& order, const float (&x)[2][16], LaneFlips& flips) {
+  using namespace w4a4_device;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
+  std::int32_t n = s.exponents[step & 3][order.slot];
+  MatrixScale by{};
+  by.finite = n < kNotFinite / 2;
+  if (!by.finite) n -= kNotFinite;
+  by.per_unit = power_of_two(-n);
+  by.per_scale = by.per_unit * (1.0f / 6.0f);
+  by.down = n > 100;
+  by.unit = power_of_two(by.down ? n - 40 : n);
   float error = 0, norm = 0;
+  std::uint32_t bytes[2];
+  uint2 codes[2];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    codes[k] = code_pair(numbers.words[k], scale);
-    float low, high;
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
-        "cvt.f32.f16 %1, high;\n}"
-        : "=f"(low), "=f"(high)
-        : "r"(codes[k] & 0x8E008E00u));
-    const float x0 = x[2 * k] * by.per_unit, x1 = x[2 * k + 1] * by.per_unit;
-    const float d0 = __fmaf_rn(low, worth14, -x0), d1 = __fmaf_rn(high, worth14, -x1);
-    error = __fmaf_rn(d0, d0, __fmaf_rn(d1, d1, error));
-    norm = __fmaf_rn(x0, x0, __fmaf_rn(x1, x1, norm));
+  for (int h = 0; h < 2; ++h) codes[h] = quantize_sixteen(x[h], by, bytes[h], error, norm);
+  s.residues[step & 1][warp][lane] = residue(p, order.behind, codes, bytes);
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+    error += __shfl_xor_sync(0xFFFFFFFFu, error, half);
+    norm += __shfl_xor_sync(0xFFFFFFFFu, norm, half);
   }
-  sums.error += error;
-  sums.norm += norm;
-  byte = by.finite ? byte : 0u;
-  const uint2 packed = {pack_eight(codes[0], codes[1], codes[2], codes[3]),
-                        pack_eight(codes[4], codes[5], codes[6], codes[7])};
-  return by.finite ? packed : uint2{0, 0};
-}
-
-/// What this unit adds to its rows' checksums: lane 4 g + q gets of the codes of outputs g (0) and
-/// g + 8 (1), of their scales (2, 3).
-__device__ inline std::uint32_t residue(const PlaceArgs& p, std::int32_t behind,
-                                        const uint2 (&codes)[2], const std::uint32_t (&bytes)[2]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const auto* table = reinterpret_cast<const uint4*>(p.code_bits) + behind * 64 + lane;
-  const uint4 first = __ldg(table), second = __ldg(table + 32);
-  const std::uint32_t scale_bits = __ldg(p.scale_bits + behind * 32 + lane);
-  const std::uint32_t a[4] = {codes[0].x, codes[1].x, codes[0].y, codes[1].y};
-  const std::uint32_t b0[4] = {first.x, first.y, first.z, first.w};
-  const std::uint32_t b1[4] = {second.x, second.y, second.z, second.w};
-  std::int32_t of_codes[4][4] = {}, of_scales[4][4] = {};
-#pragma unroll
-  for (int t = 0; t < 4; ++t) count_common(of_codes[t], a, b0[t], b1[t]);
-  std::uint32_t words[4];
-  parities(of_codes, words[0], words[1]);
-#pragma unroll
-  for (int t = 0; t < 4; ++t) count_common(of_scales[t], bytes[0], bytes[1], scale_bits >> 8 * t);
-  parities(of_scales, words[2], words[3]);
-  return of_lane(words);
-}
-
-/// A lane's counts, of one layer until they are added to its own.
-struct LaneFlips {
-  unsigned long long* of = nullptr;
-  std::uint32_t codes = 0, adjacent = 0, scales = 0;
-
-  __device__ void add() {
-    if (of == nullptr) return;
-    const std::uint32_t sums[3] = {__reduce_add_sync(0xFFFFFFFFu, codes),
-                                   __reduce_add_sync(0xFFFFFFFFu, adjacent),
-                                   __reduce_add_sync(0xFFFFFFFFu, scales)};
-    if ((threadIdx.x & 31) == 0) {
-      atomicAdd(of + kCodeFlips, static_cast<unsigned long long>(sums[0]));
-      atomicAdd(of + kAdjacentFlips, static_cast<unsigned long long>(sums[1]));
-      atomicAdd(of + kScaleFlips, static_cast<unsigned long long>(sums[2]));
-    }
-    codes = adjacent = scales = 0;
+  if (order.sampled != 0) leave_sample(p.matrices[order.matrix], order.unit, n, codes, bytes);
+  const uint4 words = tile_words(codes);
+  const std::uint32_t scales = bytes[0] | bytes[1] << 8;
+  if (flips.of != nullptr) {
+    wait_for_copies<1>();
+    const uint4 before = reinterpret_cast<const uint4*>(s.before[warp])[lane];
+    const std::uint32_t scales_before =
+        reinterpret_cast<const std::uint16_t*>(s.before[warp])[kChunkCodeBytes / 2 + lane];
+    compare_word(words.x, before.x, flips.codes, flips.adjacent);
+    compare_word(words.y, before.y, flips.codes, flips.adjacent);
+    compare_word(words.z, before.z, flips.codes, flips.adjacent);
+    compare_word(words.w, before.w, flips.codes, flips.adjacent);
+    flips.scales += ((scales ^ scales_before) & 0xFFu) != 0;
+    flips.scales += ((scales ^ scales_before) & 0xFF00u) != 0;
   }
-};
-
-/// Words 0 .. 3 of block `quad`, columns 4 t .. 4 t + 3 of both outputs, become word `quad` of all
-/// four blocks.
-__device__ inline uint4 tile_words(const uint2 (&codes)[2]) {
-  const int quad = static_cast<int>(threadIdx.x) % 4;
-  std::uint32_t words[4] = {
-      __byte_perm(codes[0].x, codes[1].x, 0x5410), __byte_perm(codes[0].x, codes[1].x, 0x7632),
-      __byte_perm(codes[0].y, codes[1].y, 0x5410), __byte_perm(codes[0].y, codes[1].y, 0x7632)};
-  const bool odd = (quad & 1) != 0, upper = (quad & 2) != 0;
-#pragma unroll
-  for (int k = 0; k < 4; k += 2) {
-    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, odd ? words[k] : words[k + 1], 1);
-    words[k] = odd ? got : words[k];
-    words[k + 1] = odd ? words[k + 1] : got;
+  *(reinterpret_cast<uint4*>(order.to) + lane) = words;
+  *(reinterpret_cast<std::uint16_t*>(order.to + kChunkCodeBytes) + lane) =
+      static_cast<std::uint16_t>(scales);
+  if (lane != 0) return;
+  const double square = static_cast<double>(power_of_two(n)) * power_of_two(n);
+  s.sums[warp].error += error * square;
+  s.sums[warp].norm += norm * square;
+  if (order.unit == 0) {
+    *reinterpret_cast<std::int32_t*>(order.to - W4a4Weights::kHeaderBytes) = n;
   }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[k] : words[k + 2], 2);
-    words[k] = upper ? got : words[k];
-    words[k + 2] = upper ? words[k + 2] : got;
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-/// What a sample has of this unit's rows.
-__device__ inline void leave_sample(const PlacedMatrix& m, std::int32_t unit, std::int32_t n,
-                                    const uint2 (&codes)[2], const std::uint32_t (&bytes)[2]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, g = lane / 4, quad = lane % 4;
-  const std::int32_t tile = quotient(unit, m.per_chunks), chunk = unit - tile * m.chunks;
-  std::byte* const rows = m.sample + 16;
-  std::byte* const scales = rows + std::int64_t{m.sample_rows} * m.chunks * 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const std::int32_t row = tile * 16 + 8 * h + g;
-    if (row % m.sample_step != 0) continue;
-    const std::int64_t block = std::int64_t{row / m.sample_step * m.chunks + chunk} * 4 + quad;
-    *reinterpret_cast<uint2*>(rows + 8 * block) = codes[h];
-    *reinterpret_cast<std::uint8_t*>(scales + block) = static_cast<std::uint8_t>(bytes[h]);
-  }
-  if (unit == 0 && lane == 0) *reinterpret_cast<float*>(m.sample) = power_of_two(n);
 }
 
 /// The warp's own unit of each step.
 __device__ void place_units(const PlaceArgs& p, PlaceShared& s) {
-  using namespace w4a4_device;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
   float4(&units)[2][kUnitBytes / 16] = s.units[warp];
-  std::int32_t mine = find_unit(p, 0, warp), next = -1;
-  fetch_numbers(p, mine, units[0]);
-  if (p.num_steps > 1) next = find_unit(p, 1, warp);
-  fetch_numbers(p, next, units[1]);
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-  __syncwarp();
-  tell_amax(p, s, mine, 0, units[0]);
-  s.sums[threadIdx.x] = {};
+  for (int step = 0; step < 2; ++step) {
+    fetch_numbers(s.orders[step][warp], units[step]);
+    commit_copies();
+  }
+  if (lane == 0) s.sums[warp] = {};
+  wait_for_copies<1>();
+  tell_amax(p, s, 0, units[0]);
   LaneFlips flips;
   for (std::int32_t step = 0; step < p.num_steps; ++step) {
-    const int parity = step & 1;
     float x[2][16];
-    read_sixteen(units[parity], 0, x[0]);
-    read_sixteen(units[parity], 1, x[1]);
+    read_sixteen(units[step & 1], 0, x[0]);
+    read_sixteen(units[step & 1], 1, x[1]);
     __syncwarp();
-    std::byte* to = nullptr;
-    std::int32_t behind = 0;
-    if (mine >= 0) {
-      const PlacedMatrix& m = p.matrices[mine >> kUnitBits];
-      const std::int32_t unit = mine & ((1 << kUnitBits) - 1);
-      behind = (quotient(unit, m.per_chunks) + 1) * m.chunks - 1 - unit;
-      to = m.expert + W4a4Weights::kHeaderBytes + std::int64_t{unit} * kChunkBytes;
-      if (m.flips != flips.of) {
+    const Order& order = s.orders[step % kOrders][warp];
+    if (order.matrix >= 0) {
+      if (order.flips != flips.of) {
         flips.add();
-        flips.of = m.flips;
+        flips.of = order.flips;
       }
-      if (flips.of != nullptr) fetch_before(to, s.before[warp]);
+      if (flips.of != nullptr) fetch_before(order.to, s.before[warp]);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    const std::int32_t after = step + 2 < p.num_steps ? find_unit(p, step + 2, warp) : -1;
-    fetch_numbers(p, after, units[parity]);
+    commit_copies();
+    fetch_numbers(s.orders[(step + 2) % kOrders][warp], units[step & 1]);
+    commit_copies();
     if (step + 1 < p.num_steps) {
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-      __syncwarp();
-      tell_amax(p, s, next, parity ^ 1, units[parity ^ 1]);
+      wait_for_copies<2>();
+      tell_amax(p, s, step + 1, units[~step & 1]);
     }
-    barrier_wait(&s.ready[parity], step >> 1 & 1);
-    if (mine >= 0) {
-      std::int32_t n = s.exponents[parity][(mine >> kUnitBits) - p.steps[step].first];
-      MatrixScale by{};
-      by.finite = n < kNotFinite / 2;
-      if (!by.finite) n -= kNotFinite;
-      by.per_unit = power_of_two(-n);
-      by.per_scale = by.per_unit * (1.0f / 6.0f);
-      by.down = n > 100;
-      by.unit = power_of_two(by.down ? n - 40 : n);
-      Pair of_unit;
-      std::uint32_t bytes[2];
-      uint2 codes[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) codes[h] = quantize_sixteen(x[h], by, bytes[h], of_unit);
-      const double square = static_cast<double>(power_of_two(n)) * power_of_two(n);
-      Pair& sums = s.sums[threadIdx.x];
-      sums.error += of_unit.error * square;
-      sums.norm += of_unit.norm * square;
-      s.residues[parity][warp][lane] = residue(p, behind, codes, bytes);
-      const PlacedMatrix& m = p.matrices[mine >> kUnitBits];
-      if (m.sample != nullptr) {
-        leave_sample(m, mine & ((1 << kUnitBits) - 1), n, codes, bytes);
-      }
-      const uint4 words = tile_words(codes);
-      const std::uint32_t scales = bytes[0] | bytes[1] << 8;
-      if (flips.of != nullptr) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        __syncwarp();
-        const uint4 before = reinterpret_cast<const uint4*>(s.before[warp])[lane];
-        const std::uint32_t scales_before =
-            reinterpret_cast<const std::uint16_t*>(s.before[warp])[kChunkCodeBytes / 2 + lane];
-        compare_word(words.x, before.x, flips.codes, flips.adjacent);
-        compare_word(words.y, before.y, flips.codes, flips.adjacent);
-        compare_word(words.z, before.z, flips.codes, flips.adjacent);
-        compare_word(words.w, before.w, flips.codes, flips.adjacent);
-        flips.scales += ((scales ^ scales_before) & 0xFFu) != 0;
-        flips.scales += ((scales ^ scales_before) & 0xFF00u) != 0;
-      }
-      *(reinterpret_cast<uint4*>(to) + lane) = words;
-      *(reinterpret_cast<std::uint16_t*>(to + kChunkCodeBytes) + lane) =
-          static_cast<std::uint16_t>(scales);
-      if ((mine & ((1 << kUnitBits) - 1)) == 0 && lane == 0) {
-        *reinterpret_cast<std::int32_t*>(to - W4a4Weights::kHeaderBytes) = n;
-      }
-    }
+    barrier_wait(&s.ready[step & 1], parity_of(step));
+    if (order.matrix >= 0) place_unit(p, s, step, order, x, flips);
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.summed[parity]);
-    mine = next;
-    next = after;
+    if (lane == 0) barrier_arrive(&s.summed[step & 1]);
   }
   flips.add();
 }
@@ -395,26 +151,27 @@ __device__ inline std::int32_t block_of(std::int32_t unit, std::int32_t units,
 }
 
 /// This block's largest magnitudes of a step to the others, theirs to its warps, as exponents.
-/// Returns lane w's unit as warp w has it.
-__device__ std::int32_t trade(const PlaceArgs& p, PlaceShared& s, std::int32_t number) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, parity = number & 1;
+__device__ void trade(const PlaceArgs& p, PlaceShared& s, std::int32_t number) {
   constexpr std::uint32_t kTold = 1u << 31;
-  barrier_wait(&s.told[parity], number >> 1 & 1);
-  const std::int32_t mine = lane < kPlacers ? s.mine[parity][lane] : -1;
-  const std::uint32_t own = lane < kPlacers ? s.amax[parity][lane] : 0u;
+  const int lane = static_cast<int>(threadIdx.x) & 31;
   const PlaceStep step = p.steps[number];
+  barrier_wait(&s.told[number & 1], parity_of(number));
+  const bool has_unit = lane < kPlacers && s.orders[number % kOrders][lane].matrix >= 0;
+  const std::int32_t slot = has_unit ? s.orders[number % kOrders][lane].slot : -1;
+  const std::uint32_t own = has_unit ? s.amax[number & 1][lane] : 0u;
+#pragma unroll 1
   for (std::int32_t k = 0; k < step.count; ++k) {
-    const bool of_it = mine >= 0 && mine >> kUnitBits == step.first + k;
-    if (__ballot_sync(0xFFFFFFFFu, of_it) == 0) continue;
-    const std::uint32_t most = __reduce_max_sync(0xFFFFFFFFu, of_it ? own : 0u);
+    if (__ballot_sync(0xFFFFFFFFu, slot == k) == 0) continue;
+    const std::uint32_t most = __reduce_max_sync(0xFFFFFFFFu, slot == k ? own : 0u);
     if (lane != 0) continue;
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(
                      p.seen + std::int64_t{step.first + k} * p.blocks + blockIdx.x),
                  "r"(most | kTold)
                  : "memory");
   }
+#pragma unroll 1
   for (std::int32_t k = 0; k < step.count; ++k) {
-    if (__ballot_sync(0xFFFFFFFFu, mine >= 0 && mine >> kUnitBits == step.first + k) == 0) continue;
+    if (__ballot_sync(0xFFFFFFFFu, slot == k) == 0) continue;
     const PlacedMatrix& m = p.matrices[step.first + k];
     const std::int32_t last = block_of(m.first + m.units - 1, step.units, p.blocks);
     std::uint32_t most = 0;
@@ -432,32 +189,61 @@ __device__ std::int32_t trade(const PlaceArgs& p, PlaceShared& s, std::int32_t n
     most = __reduce_max_sync(0xFFFFFFFFu, most);
     const bool finite = most < 0x7F80u;
     const std::int32_t n = own_exponent(p.rule, finite ? float_of(most << 16) : 0.0f);
-    if (lane == 0) s.exponents[parity][k] = finite ? n : n + kNotFinite;
+    if (lane == 0) s.exponents[number & 3][k] = finite ? n : n + kNotFinite;
   }
-  if (lane == 0) barrier_arrive(&s.ready[parity]);
-  return mine;
+  if (lane == 0) barrier_arrive(&s.ready[number & 1]);
 }
 
-/// Adds what the step's units came to.
-__device__ void add_residues(const PlaceArgs& p, PlaceShared& s, std::int32_t number,
-                             std::int32_t mine) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, parity = number & 1;
-  const std::int32_t first = p.steps[number].first;
-  const int units = __popc(__ballot_sync(0xFFFFFFFFu, mine >= 0));
+/// Lane w writes warp w's order of a step.
+__device__ void give_orders(const PlaceArgs& p, PlaceShared& s, std::int32_t number) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  if (lane >= kPlacers) return;
+  Order order;
+  if (number < p.num_steps) {
+    const PlaceStep step = p.steps[number];
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t at = quotient(step.units * block, p.per_blocks) + lane;
+    if (at < quotient(step.units * (block + 1), p.per_blocks)) {
+      std::int32_t slot = 0;
+      while (slot + 1 < step.count && p.matrices[step.first + slot + 1].first <= at) ++slot;
+      const PlacedMatrix& m = p.matrices[step.first + slot];
+      order.unit = at - m.first;
+      const std::int32_t tile = quotient(order.unit, m.per_chunks);
+      const std::int32_t chunk = order.unit - tile * m.chunks;
+      order.slot = slot;
+      order.matrix = step.first + slot;
+      order.cols = m.chunks * 64;
+      order.behind = m.chunks - 1 - chunk;
+      order.from = m.master + std::int64_t{tile} * 16 * order.cols + chunk * 64;
+      order.to = m.expert + W4a4Weights::kHeaderBytes +
+                 std::int64_t{order.unit} * w4a4_device::kChunkBytes;
+      order.flips = m.flips;
+      order.sampled = m.sample != nullptr;
+    }
+  }
+  s.orders[number % kOrders][lane] = order;
+}
+
+/// Adds what the step's units came to, a tile's at a time.
+__device__ void add_residues(const PlaceArgs& p, PlaceShared& s, std::int32_t number) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const Order(&orders)[kPlacers] = s.orders[number % kOrders];
   const int row = lane / 4 + 8 * (lane & 1), part = lane >> 1 & 1;
-  barrier_wait(&s.summed[parity], number >> 1 & 1);
+  const int units = __popc(__ballot_sync(0xFFFFFFFFu, lane < kPlacers && orders[lane].matrix >= 0));
+  barrier_wait(&s.summed[number & 1], parity_of(number));
+#pragma unroll 1
   for (int w = 0; w < units;) {
-    const std::int32_t of_warp = __shfl_sync(0xFFFFFFFFu, mine, w);
-    const std::int32_t matrix = of_warp >> kUnitBits, unit = of_warp & ((1 << kUnitBits) - 1);
-    const PlacedMatrix& m = p.matrices[matrix];
-    const std::int32_t tile = quotient(unit, m.per_chunks);
-    const int end = min(units, w + (tile + 1) * m.chunks - unit);
+    const Order& order = orders[w];
+    const PlacedMatrix& m = p.matrices[order.matrix];
+    const std::int32_t tile = quotient(order.unit, m.per_chunks);
+    const std::uint32_t power = __ldg(m.powers + (tile * 16 + row) * 2 + part);
+    const int end = min(units, w + order.behind + 1);
     std::uint32_t sum = 0;
-    for (; w < end; ++w) sum ^= s.residues[parity][w][lane];
-    sum = gf2::times(sum, p.matrices[matrix].powers[(tile * 16 + row) * 2 + part]);
-    if (unit == 0 && lane == 0) {
+    for (; w < end; ++w) sum ^= s.residues[number & 1][w][lane];
+    sum = gf2::times(sum, power);
+    if (order.unit == 0 && lane == 0) {
       static constexpr std::uint32_t kWord = gf2::power(32);
-      const std::int32_t n = s.exponents[parity][matrix - first];
+      const std::int32_t n = s.exponents[number & 3][order.slot];
       sum ^= gf2::times(float_bits(power_of_two(n < kNotFinite / 2 ? n : n - kNotFinite)), kWord);
     }
     sum = __reduce_xor_sync(0xFFFFFFFFu, sum);
@@ -469,29 +255,39 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
     place_weights_kernel(const __grid_constant__ PlaceArgs p) {
   extern __shared__ float4 place_memory[];
   PlaceShared& s = *reinterpret_cast<PlaceShared*>(place_memory);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       barrier_init(&s.told[i], kPlacers);
-      barrier_init(&s.ready[i], 1);
+      barrier_init(&s.ready[i], 2);
       barrier_init(&s.summed[i], kPlacers);
     }
   }
+  if (warp >= kPlacers) {
+    for (int step = warp - kPlacers; step < 3; step += 2) give_orders(p, s, step);
+  }
   __syncthreads();
-  Pair mine;
-  if (threadIdx.x < 32 * kPlacers) {
+  if (warp < kPlacers) {
     place_units(p, s);
-    mine = s.sums[threadIdx.x];
+  } else if (warp == kPlacers) {
+    for (std::int32_t step = 0; step < p.num_steps; ++step) trade(p, s, step);
   } else {
-    std::int32_t now = trade(p, s, 0);
-    for (std::int32_t step = 0; step < p.num_steps; ++step) {
-      const std::int32_t next = step + 1 < p.num_steps ? trade(p, s, step + 1) : -1;
-      add_residues(p, s, step, now);
-      now = next;
+    for (std::int32_t step = 0; step <= p.num_steps; ++step) {
+      if (step < p.num_steps) {
+        give_orders(p, s, step + 3);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&s.ready[step & 1]);
+      }
+      if (step > 0) add_residues(p, s, step - 1);
     }
   }
-  __syncwarp();
-  const Pair sum = block_sum<kPlaceThreads>(mine);
+  __syncthreads();
   if (threadIdx.x != 0) return;
+  Pair sum;
+  for (const Pair& of_warp : s.sums) {
+    sum.error += of_warp.error;
+    sum.norm += of_warp.norm;
+  }
   p.parts[2 * blockIdx.x] = sum.error;
   p.parts[2 * blockIdx.x + 1] = sum.norm;
 }

@@ -34,7 +34,7 @@ bool takes_nvfp4_weights(const Quantizer& rule);
 /// without gaps.
 bool quantizes_at_once(const Quantizer& rule, const TensorView<const float, 2>& master);
 
-/// Sums over all elements of (code's worth - master)^2 and master^2, those of sixteen in FP32, of
+/// Sums over all elements of (code's worth - master)^2 and master^2, those of some in FP32, of
 /// these in double, in an order that shapes alone decide.
 class WeightSums {
  public:
