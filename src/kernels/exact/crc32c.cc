@@ -25,13 +25,25 @@ constexpr std::int64_t kLeastUnitBytes = 2 << 10;
 constexpr std::int64_t kUnits = 4096;
 constexpr std::int64_t kGlobalBytes = 4;
 
-/// Units of a row, or of rows that lie without gaps.
+/// Units of a row, or of rows that lie without gaps. The first is the one that is not whole.
 void cut(const std::byte* data, std::int64_t bytes, std::uint32_t item, std::int64_t unit_bytes,
          std::vector<CrcUnit>& units) {
-  for (std::int64_t first = 0; first < bytes; first += unit_bytes) {
-    const std::int64_t some = std::min(unit_bytes, bytes - first);
+  for (std::int64_t first = 0; first < bytes;) {
+    const std::int64_t rest = (bytes - first) % unit_bytes, some = rest > 0 ? rest : unit_bytes;
     units.push_back({data + first, static_cast<std::uint32_t>(some), 0, item, 0});
+    first += some;
   }
+}
+
+/// x once for every bit of so many whole units, kept: lists of a refit are as those of the last.
+std::uint32_t power_of_units(std::int64_t unit_bytes, std::size_t count) {
+  thread_local std::map<std::int64_t, std::vector<std::uint32_t>> powers_of;
+  std::vector<std::uint32_t>& powers = powers_of[unit_bytes];
+  if (powers.empty()) powers.push_back(gf2::kOne);
+  const std::uint32_t whole =
+      count < powers.size() ? 0 : gf2::power(8 * static_cast<std::uint64_t>(unit_bytes));
+  while (powers.size() <= count) powers.push_back(gf2::times(powers.back(), whole));
+  return powers[count];
 }
 
 /// What the header says: m 2^n.
@@ -108,7 +120,6 @@ void Crc32cList::prepare() {
   for (const Item& item : items_) all += item.weights.data == nullptr ? item.bytes : 0;
   const std::int64_t unit_bytes =
       std::clamp((all / kUnits + 1023) / 1024 * 1024, kLeastUnitBytes, kMostUnitBytes);
-  const std::uint32_t whole = gf2::power(8 * static_cast<std::uint64_t>(unit_bytes));
   std::vector<CrcUnit> units;
   std::map<std::pair<std::int32_t, std::int32_t>, std::vector<CrcExpert>> experts;
   for (std::size_t i = 0; i < items_.size(); ++i) {
@@ -131,11 +142,16 @@ void Crc32cList::prepare() {
         cut(data + row * part.stride[0], cols, number, unit_bytes, units);
       }
     }
-    std::uint32_t power = gf2::kOne;
+    std::uint32_t others = gf2::kOne;  // of what follows and is not whole
+    std::size_t whole = 0;
     for (std::size_t u = units.size(); u-- > first;) {
-      units[u].power = power;
-      power = gf2::times(power,
-                         units[u].bytes == unit_bytes ? whole : gf2::power(8ull * units[u].bytes));
+      const std::uint32_t power = power_of_units(unit_bytes, whole);
+      units[u].power = others == gf2::kOne ? power : gf2::times(others, power);
+      if (units[u].bytes == unit_bytes) {
+        ++whole;
+      } else {
+        others = gf2::times(others, gf2::power(8ull * units[u].bytes));
+      }
     }
   }
   units_ = static_cast<std::int64_t>(units.size());
