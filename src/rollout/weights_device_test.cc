@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "device/testing.h"
+#include "kernels/exact/place_weights.h"
 #include "model/checksum.h"
 #include "rollout/forward_fixture.h"
 #include "rollout/weights.h"
@@ -249,6 +250,78 @@ TEST_P(WeightsOn, WhatIsNotANumberIsNamedAndNothingRuns) {
   put_all(other, all, agreement.contract, 2, true);  // another set may come
   EXPECT_EQ(other.commit(), checksums_of(all));
   other.require_ready();
+}
+
+/// Masters quantized into their places, and all else put.
+std::vector<std::uint32_t> place_all(Weights& weights, const std::vector<OwnedWeight>& all,
+                                     const Contract& contract, std::int64_t version,
+                                     const std::function<void(const WeightId&)>& before_commit) {
+  const Device device = weights.device();
+  weights.begin({version}, contract.id());
+  std::vector<Buffer> masters;
+  std::vector<kernels::PlacedWeight> placed;
+  const Buffer bad = to_device(std::vector<std::uint64_t>{~std::uint64_t{0}}, device);
+  const Buffer sums = to_device(std::vector<std::uint32_t>(all.size()), device);
+  WeightId last;
+  for (const OwnedWeight& w : all) {
+    if (!w.coded) {
+      EXPECT_FALSE(weights.place(w.id).has_value());
+      weights.put(w.weight());
+      continue;
+    }
+    std::vector<float> master;
+    for (const Bf16 x : w.plain) master.push_back(to_float(x));
+    masters.push_back(to_device(master, device));
+    const CodesPlace place = weights.place(w.id).value();
+    placed.push_back({.master = {masters.back().as<float>(), {w.rows, w.cols}, {w.cols, 1}, device},
+                      .place = {place.expert, 1, place.out, place.cols, device},
+                      .expert = 0,
+                      .flips = place.flips,
+                      .bad = bad.as<std::uint64_t>(),
+                      .sum = sums.as<std::uint32_t>() + placed.size(),
+                      .sample = place.sample,
+                      .sample_step = place.sample_step});
+    if (place.sample != nullptr) last = w.id;
+    EXPECT_NE(refusal([&] { weights.place(w.id); }), "");  // twice
+  }
+  kernels::WeightSums errors(device, {});
+  kernels::WeightPlacer placer(device, {});
+  placer.place(placed, contract.weight, errors);
+  synchronize(device);
+  before_commit(last);
+  return weights.commit();
+}
+
+TEST_P(WeightsOn, HoldWhatWasQuantizedIntoItsPlace) {
+  if (GetParam().kind == Device::Kind::kCpu) GTEST_SKIP() << "nothing is placed there";
+  Agreement agreement = agreement_of({});
+  agreement.model.expert_width = 64;
+  agreement.contract = fixture::w4a4_contract(agreement.model);
+  const Contract& contract = agreement.contract;
+  const auto first = random_weights(agreement, 3), second = random_weights(agreement, 4);
+  Weights weights(agreement, GetParam()), cpu(agreement);
+  const auto nothing = [](const WeightId&) {};
+  EXPECT_EQ(place_all(weights, first, contract, 1, nothing), checksums_of(first));
+  put_all(cpu, first, contract, 1, false);
+  cpu.commit();
+  EXPECT_EQ(place_all(weights, second, contract, 2, nothing), checksums_of(second));
+  put_all(cpu, second, contract, 2, false);
+  cpu.commit();
+  Metrics here = cpu.metrics(), there = weights.metrics();
+  EXPECT_LT(there.at("fp4/refit/probe_err"), 1e-6);
+  EXPECT_EQ(here.erase("fp4/refit/probe_err"), there.erase("fp4/refit/probe_err"));
+  EXPECT_EQ(here, there);  // flips
+  // A header that lies: the product is not what was computed.
+  const auto damage = [&](const WeightId& id) {
+    const LayerWeights& layer = weights.layer(id.layer.value);
+    const kernels::W4a4Weights& codes =
+        id.role == Role::kGateUp ? layer.gate_up_codes : layer.down_codes;
+    const std::int32_t wrong = 3;
+    copy_bytes(codes.expert(id.expert.value), GetParam(), &wrong, {}, sizeof wrong);
+    synchronize(GetParam());
+  };
+  const std::string said = refusal([&] { place_all(weights, first, contract, 3, damage); });
+  EXPECT_NE(said.find("does not lie as the kernel reads it"), std::string::npos) << said;
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, WeightsOn, ::testing::ValuesIn(devices()), name_of_device);
