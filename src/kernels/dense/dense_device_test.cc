@@ -182,6 +182,36 @@ TEST_P(DenseOn, CombineAndGatherGiveTheDefinitionsBits) {
   }
 }
 
+TEST_P(DenseOn, ManyRowsAreCombinedAndGatheredAlike) {
+  const std::int64_t rows = 4400, cols = 1024, slots = 2;
+  std::vector<float> y(static_cast<std::size_t>(rows * slots * cols));
+  std::uint32_t state = 3;
+  for (float& x : y) {
+    state = state * 1664525u + 1013904223u;
+    x = static_cast<float>(state >> 8) / 16777216.0f - 0.5f;
+  }
+  const std::vector<float> gates(y.begin(), y.begin() + rows * slots);
+  expect_same([&](Device device) {
+    const auto from = matrix(y, rows * slots, device), by = matrix(gates, rows, device);
+    const auto to = matrix(std::vector<Bf16>(static_cast<std::size_t>(rows * cols)), rows, device);
+    combine({.y = from.view(), .gates = by.view(), .out = to.view()}, {});
+    return to.host();
+  });
+  std::vector<std::int32_t> index;
+  for (std::int32_t i = 0; i < 20'001; ++i) index.push_back(i * 7919 % 300);
+  for (const std::int64_t width : {8, 72, 1024}) {
+    const auto table = random_bf16(300 * width, 12);
+    expect_same([&](Device device) {
+      const auto from = matrix(table, 300, device);
+      const auto rows_wanted = matrix(index, 1, device);
+      const auto to = matrix(std::vector<Bf16>(index.size() * static_cast<std::size_t>(width)),
+                             std::ssize(index), device);
+      gather_rows(from.view(), rows_wanted.span(), to.view());
+      return to.host();
+    });
+  }
+}
+
 TEST_P(DenseOn, BytesAreGatheredAndFloatsLookedAt) {
   for (const std::int64_t cols : {1, 6, 64, 70000}) {
     std::vector<std::uint8_t> table;

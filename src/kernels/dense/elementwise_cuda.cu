@@ -2,6 +2,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
 #include "kernels/dense/elementwise_rows.h"
 #include "kernels/dense/row_cuda.h"
 
@@ -102,6 +103,34 @@ __global__ void __launch_bounds__(kThreads)
   p.out[row * p.out_stride + column] = to_bf16(sum);
 }
 
+/// The same of many rows: a thread has four columns, its slots' numbers on their way together.
+__global__ void __launch_bounds__(kThreads)
+    combine_fours_kernel(const __grid_constant__ CombineParams p, std::uint32_t count) {
+  cuda::take_turn();
+  const auto fours = static_cast<std::uint32_t>(p.cols) / 4;
+  for (std::uint32_t at = blockIdx.x * kThreads + threadIdx.x; at < count;
+       at += gridDim.x * kThreads) {
+    const std::int64_t row = at / fours;
+    const auto column = 4 * static_cast<std::int64_t>(at % fours);
+    const float* const gates = p.gates + row * p.gates_stride;
+    const float* y = p.y + row * p.slots * p.y_stride + column;
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
+    for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
+      const float4 four = __ldcs(reinterpret_cast<const float4*>(y));
+      const float gate = gates[slot];
+      sum = {__fadd_rn(sum.x, __fmul_rn(gate, four.x)), __fadd_rn(sum.y, __fmul_rn(gate, four.y)),
+             __fadd_rn(sum.z, __fmul_rn(gate, four.z)), __fadd_rn(sum.w, __fmul_rn(gate, four.w))};
+    }
+    const auto pair = [](float low, float high) {
+      return static_cast<std::uint32_t>(bits_of(to_bf16(low))) |
+             static_cast<std::uint32_t>(bits_of(to_bf16(high))) << 16;
+    };
+    *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) = {pair(sum.x, sum.y),
+                                                                      pair(sum.z, sum.w)};
+  }
+}
+
 struct GatherParams {
   const std::uint8_t* from;
   const std::int32_t* index;
@@ -122,6 +151,34 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const int step = static_cast<int>(blockDim.x) * kWidth;
   for (int i = static_cast<int>(threadIdx.x) * kWidth; i < p.cols; i += step) {
     *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
+  }
+}
+
+constexpr int kGathered = 4;  // rows of a thread
+
+/// The same of many rows that one pass of the threads covers.
+__global__ void __launch_bounds__(kThreads)
+    gather_fours_kernel(const __grid_constant__ GatherParams p) {
+  const int i = 16 * static_cast<int>(threadIdx.x);
+  const std::int64_t first = std::int64_t{blockIdx.x} * blockDim.y * kGathered + threadIdx.y;
+  if (i >= p.cols) return;
+  std::int32_t index[kGathered];
+#pragma unroll
+  for (int k = 0; k < kGathered; ++k) {
+    const std::int64_t row = first + k * static_cast<int>(blockDim.y);
+    index[k] = row < p.rows ? p.index[row] : -1;
+  }
+  uint4 words[kGathered];
+#pragma unroll
+  for (int k = 0; k < kGathered; ++k) {
+    if (index[k] < 0) continue;
+    words[k] = *reinterpret_cast<const uint4*>(p.from + index[k] * p.from_stride + i);
+  }
+#pragma unroll
+  for (int k = 0; k < kGathered; ++k) {
+    if (index[k] < 0) continue;
+    const std::int64_t row = first + k * static_cast<int>(blockDim.y);
+    *reinterpret_cast<uint4*>(p.to + row * p.to_stride + i) = words[k];
   }
 }
 
@@ -225,6 +282,16 @@ void combine_cuda(const CombineArgs& args, Stream stream) {
                        args.out.stride[0],
                        static_cast<std::int32_t>(args.gates.shape[1]),
                        static_cast<std::int32_t>(cols)};
+  const auto lies_at = [](const auto* data) { return reinterpret_cast<std::uintptr_t>(data); };
+  const auto all_blocks = 16ll * cuda::multiprocessors(args.out.device.index);
+  if (rows * cols / 4 >= all_blocks * kThreads && rows * cols < 1ll << 32 && cols % 4 == 0 &&
+      params.y_stride % 4 == 0 && params.out_stride % 4 == 0 && lies_at(params.y) % 16 == 0 &&
+      lies_at(params.out) % 8 == 0) {
+    cuda::launch_beside("combine_fours_kernel", combine_fours_kernel,
+                        dim3(static_cast<unsigned>(all_blocks)), dim3(kThreads), 0, stream, params,
+                        static_cast<std::uint32_t>(rows * cols / 4));
+    return;
+  }
   constexpr std::int64_t kMostRows = 65535;  // of a grid's second dimension
   for (std::int64_t first = 0; cols > 0 && first < rows; first += kMostRows) {
     const std::int64_t count = std::min(kMostRows, rows - first);
@@ -241,8 +308,12 @@ void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const st
                       TensorView<std::uint8_t, 2> to, Stream stream) {
   if (index.empty() || from.shape[1] == 0) return;
   const cuda::OnDevice scope(from.device.index);
-  const GatherParams params{from.data,      index.data(), to.data,
-                            from.stride[0], to.stride[0], std::ssize(index),
+  const GatherParams params{from.data,
+                            index.data(),
+                            to.data,
+                            from.stride[0],
+                            to.stride[0],
+                            std::ssize(index),
                             static_cast<std::int32_t>(from.shape[1])};
   const std::uintptr_t at =
       reinterpret_cast<std::uintptr_t>(from.data) | reinterpret_cast<std::uintptr_t>(to.data) |
@@ -254,6 +325,14 @@ void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const st
   unsigned across = kThreads;  // threads of a row; the others have further rows
   while (across > 8 && static_cast<int>(across) / 2 >= words) across /= 2;
   const unsigned down = kThreads / across;
+  if (at % 16 == 0 && static_cast<unsigned>(words) <= across &&
+      std::ssize(index) >= 64ll * cuda::multiprocessors(from.device.index)) {
+    const std::size_t of_block = down * kGathered;
+    gather_fours_kernel<<<static_cast<unsigned>((index.size() + of_block - 1) / of_block),
+                          dim3(across, down), 0, cuda::stream_of(stream)>>>(params);
+    cuda::require_launch("gather_fours_kernel");
+    return;
+  }
   const auto blocks = static_cast<unsigned>((index.size() + down - 1) / down);
   kernel<<<blocks, dim3(across, down), 0, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("gather_kernel");
