@@ -55,15 +55,18 @@ std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t
     if (waiting_.size() == kMostWaiting) place_waiting();
     return rows * (cols / 2 + cols / 16) + 4;
   }
+  // What is put comes in order.
   if (quantize && gather(weight, number)) {
+    send_plain();
     const auto [rows, cols] = gathered_.back().master.shape;
     if (gathered_.size() == rooms_.size()) send_gathered();
     return rows * (cols / 2 + cols / 16) + 4;
   }
+  send_gathered();
   if (!quantize && !std::holds_alternative<PackedView<const std::uint8_t>>(weight.value)) {
     return send_numbers(weight, number);
   }
-  send_gathered();
+  send_plain();
   if (const auto* codes = std::get_if<PackedView<const std::uint8_t>>(&weight.value)) {
     return put_codes(weight.id, *codes, number);
   }
