@@ -13,6 +13,7 @@
 #include "kernels/exact/place_weights.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/quantize_weights.h"
+#include "kernels/exact/weight_numbers.h"
 #include "model/checksum.h"
 #include "model/names.h"
 #include "rollout/probe.h"
@@ -217,10 +218,11 @@ bool DeviceWeights::replace(std::span<const Arrival> arrivals) {
 }
 
 void DeviceWeights::put_numbers(std::size_t index, Numbers value) {
-  if (!on_host(value.device)) {
-    kernels::first_nonfinite(value, bad_.as<std::int32_t>() + index, stream_);
+  std::int32_t* const bad = bad_.as<std::int32_t>() + index;
+  if (!kernels::copy_weight(value, place(index), bad, stream_)) {
+    if (!on_host(value.device)) kernels::first_nonfinite(value, bad, stream_);
+    copy(value, place(index));
   }
-  copy(value, place(index));
   if (at_.order[index].role != WeightId::Role::kEmbedding || !at_.model.tied_embeddings) return;
   copy_bytes(at_.head.data, device_, place(index), device_, value.shape[0] * value.shape[1] * 2,
              stream_);

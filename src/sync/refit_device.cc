@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::int64_t kSlots = 4096;
 constexpr std::size_t kMostWaiting = 512;
+constexpr std::size_t kFirstWaiting = 96;  // for the device has nothing to do
 constexpr std::int64_t kPlainBytes = 16 << 20;
 constexpr std::uint64_t kNone = ~std::uint64_t{0};
 
@@ -52,7 +53,7 @@ TensorView<T, 2> DeviceSender::room(Buffer& buffer, std::int64_t rows, std::int6
 std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t number) {
   if (quantize && place(weight, number)) {
     const auto [rows, cols] = waiting_.back().master.shape;
-    if (waiting_.size() == kMostWaiting) place_waiting();
+    if (waiting_.size() == (placed_some_ ? kMostWaiting : kFirstWaiting)) place_waiting();
     return rows * (cols / 2 + cols / 16) + 4;
   }
   // What is put comes in order.
@@ -105,6 +106,7 @@ void DeviceSender::place_waiting() {
     pending_.push_back({number, slot, rows * (cols / 2 + cols / 16) + 4, cols});
   }
   waiting_.clear();
+  placed_some_ = true;
   placer_.place(weights, contract_.weight, sums_);
 }
 

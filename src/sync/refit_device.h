@@ -82,6 +82,7 @@ class DeviceSender {
     std::size_t number = 0;
   };
   std::vector<Waiting> waiting_;
+  bool placed_some_ = false;
   // What goes in BF16, until a layer of it is there, and room for what is rounded.
   struct Plain {
     Weight weight;

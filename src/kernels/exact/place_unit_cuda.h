@@ -43,6 +43,7 @@ struct PlaceShared {
   std::int32_t exponents[4][kMostOfStep];  // of four steps in turn, + kNotFinite
   // All warps have told their magnitudes; they may quantize; they have left their residues.
   std::uint64_t told[2], ready[2], summed[2];
+  std::uint64_t arrived[kPlacers][2];  // a warp's numbers
 };
 
 __device__ inline std::uint32_t shared_address(const void* p) {
@@ -79,32 +80,31 @@ __device__ inline std::int32_t quotient(std::int32_t n, float per) {
   return __float2int_rd((static_cast<float>(n) + 0.5f) * per);
 }
 
-/// Its numbers begin to arrive, 16 rows of 256 bytes, pieces of 16 exchanged so that reading them
-/// meets no bank twice.
-__device__ inline void fetch_numbers(const Order& order, float4* to) {
-  if (order.matrix >= 0) {
-    const int lane = static_cast<int>(threadIdx.x) & 31, row = lane / 16, piece = lane % 16;
-    const std::int64_t cols = order.cols;
-    const float* from = order.from + row * cols + piece * 4;
-    const std::uint32_t at =
-        shared_address(to) + row * 256 + 16 * (piece ^ (piece >> 3) ^ (row << 1));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + 512 * k),
-                   "l"(from + 2 * k * cols)
-                   : "memory");
-    }
+/// Its numbers begin to arrive, 16 rows of 256 bytes; without any the barrier is passed at once.
+__device__ inline void fetch_numbers(const Order& order, float4* to, std::uint64_t* arrived) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  if (order.matrix < 0) {
+    if (lane == 0) barrier_arrive(arrived);
+    return;
   }
-}
-
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+  const std::uint32_t barrier = shared_address(arrived);
+  if (lane == 0) {
+    asm volatile(
+        "{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(
+            barrier),
+        "r"(kUnitBytes)
+        : "memory");
+  }
   __syncwarp();
+  if (lane >= 16) return;
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to) + lane * 256),
+      "l"(order.from + std::int64_t{lane} * order.cols), "r"(256), "r"(barrier)
+      : "memory");
 }
 
-/// And what lies where its codes will.
+/// And what lies where its codes will; wait_for_before() waits for it.
 __device__ inline void fetch_before(const std::byte* from, float4* to) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   for (int i = lane; i < w4a4_device::kChunkBytes / 16; i += 32) {
@@ -114,13 +114,24 @@ __device__ inline void fetch_before(const std::byte* from, float4* to) {
   }
 }
 
-/// Sixteen numbers of the lane's block, of output g or of g + 8.
+__device__ inline void wait_for_before() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+/// The order in which a lane reads its four pieces of 16 bytes, so that no bank is met twice: piece
+/// k comes as number k ^ this.
+__device__ inline int piece_order() {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  return (lane >> 1 & 1) | (lane >> 2 & 1) << 1;
+}
+
+/// Sixteen numbers of the lane's block, of output g or of g + 8, in its order of pieces.
 __device__ inline void read_sixteen(const float4* unit, int half, float (&x)[16]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, g = lane / 4, quad = lane % 4;
-  const int swap = (quad >> 1) | (g & 1) << 1;
+  const int lane = static_cast<int>(threadIdx.x) & 31, order = piece_order();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const float4 four = unit[(g + 8 * half) * 16 + 4 * quad + (k ^ swap)];
+    const float4 four = unit[(lane / 4 + 8 * half) * 16 + 4 * (lane % 4) + (k ^ order)];
     x[4 * k] = four.x;
     x[4 * k + 1] = four.y;
     x[4 * k + 2] = four.z;
@@ -128,12 +139,20 @@ __device__ inline void read_sixteen(const float4* unit, int half, float (&x)[16]
   }
 }
 
+/// Codes of pieces in the lane's order to their places.
+__device__ inline uint2 in_order(std::uint32_t first, std::uint32_t second) {
+  const int order = piece_order();
+  const std::uint32_t select = (order & 1) != 0 ? 0x1032u : 0x3210u;
+  const std::uint32_t a = __byte_perm(first, 0, select), b = __byte_perm(second, 0, select);
+  return (order & 2) != 0 ? uint2{b, a} : uint2{a, b};
+}
+
 struct MatrixScale {
   float per_unit, per_scale, unit;
   bool down, finite;
 };
 
-/// Codes of x, and their scale's byte; as weight_codes_kernel() has it.
+/// Codes of x, which read_sixteen() gave, and their scale's byte; as weight_codes_kernel() has it.
 __device__ inline uint2 quantize_sixteen(const float (&x)[16], const MatrixScale& by,
                                          std::uint32_t& byte, float& error, float& norm) {
   constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
@@ -164,8 +183,8 @@ __device__ inline uint2 quantize_sixteen(const float (&x)[16], const MatrixScale
     norm = __fmaf_rn(x0, x0, __fmaf_rn(x1, x1, norm));
   }
   byte = by.finite ? byte : 0u;
-  const uint2 packed = {pack_eight(codes[0], codes[1], codes[2], codes[3]),
-                        pack_eight(codes[4], codes[5], codes[6], codes[7])};
+  const uint2 packed = in_order(pack_eight(codes[0], codes[1], codes[2], codes[3]),
+                                pack_eight(codes[4], codes[5], codes[6], codes[7]));
   return by.finite ? packed : uint2{0, 0};
 }
 

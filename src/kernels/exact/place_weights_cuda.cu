@@ -79,7 +79,7 @@ __device__ inline void place_unit(const PlaceArgs& p, PlaceShared& s, std::int32
   const uint4 words = tile_words(codes);
   const std::uint32_t scales = bytes[0] | bytes[1] << 8;
   if (flips.of != nullptr) {
-    wait_for_copies<1>();
+    wait_for_before();
     const uint4 before = reinterpret_cast<const uint4*>(s.before[warp])[lane];
     const std::uint32_t scales_before =
         reinterpret_cast<const std::uint16_t*>(s.before[warp])[kChunkCodeBytes / 2 + lane];
@@ -107,11 +107,10 @@ __device__ void place_units(const PlaceArgs& p, PlaceShared& s) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
   float4(&units)[2][kUnitBytes / 16] = s.units[warp];
   for (int step = 0; step < 2; ++step) {
-    fetch_numbers(s.orders[step][warp], units[step]);
-    commit_copies();
+    fetch_numbers(s.orders[step][warp], units[step], &s.arrived[warp][step]);
   }
   if (lane == 0) s.sums[warp] = {};
-  wait_for_copies<1>();
+  barrier_wait(&s.arrived[warp][0], 0);
   tell_amax(p, s, 0, units[0]);
   LaneFlips flips;
   for (std::int32_t step = 0; step < p.num_steps; ++step) {
@@ -127,11 +126,10 @@ __device__ void place_units(const PlaceArgs& p, PlaceShared& s) {
       }
       if (flips.of != nullptr) fetch_before(order.to, s.before[warp]);
     }
-    commit_copies();
-    fetch_numbers(s.orders[(step + 2) % kOrders][warp], units[step & 1]);
-    commit_copies();
+    fetch_numbers(s.orders[(step + 2) % kOrders][warp], units[step & 1],
+                  &s.arrived[warp][step & 1]);
     if (step + 1 < p.num_steps) {
-      wait_for_copies<2>();
+      barrier_wait(&s.arrived[warp][~step & 1], parity_of(step + 1));
       tell_amax(p, s, step + 1, units[~step & 1]);
     }
     barrier_wait(&s.ready[step & 1], parity_of(step));
@@ -261,7 +259,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
       barrier_init(&s.told[i], kPlacers);
       barrier_init(&s.ready[i], 2);
       barrier_init(&s.summed[i], kPlacers);
+      for (int w = 0; w < kPlacers; ++w) barrier_init(&s.arrived[w][i], 1);
     }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (warp >= kPlacers) {
     for (int step = warp - kPlacers; step < 3; step += 2) give_orders(p, s, step);

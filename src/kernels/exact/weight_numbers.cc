@@ -46,6 +46,19 @@ void round_weight(TensorView<const float, 2> master, TensorView<Bf16, 2> rounded
   }
 }
 
+bool copy_weight(TensorView<const Bf16, 2> from, Bf16* to, std::int32_t* bad, Stream stream) {
+  const auto lies_well = [](const void* data) {
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
+  };
+  const auto [rows, cols] = from.shape;
+  if (from.device.kind == Device::Kind::kCpu || from.stride[1] != 1 || from.stride[0] != cols ||
+      cols % 8 != 0 || rows == 0 || cols == 0 || !lies_well(from.data) || !lies_well(to)) {
+    return false;
+  }
+  if constexpr (build::has_cuda) copy_weight_cuda(from, to, bad, stream);
+  return build::has_cuda;
+}
+
 WeightError::WeightError(Device device, Stream stream)
     : device_(device), stream_(stream), sums_(device, 8 * (2 + 2 * kErrorBlocks), stream) {
   fill_bytes(sums_.as<void>(), device, 0, sums_.bytes(), stream);

@@ -14,6 +14,11 @@ namespace lockstep::kernels {
 void round_weight(TensorView<const float, 2> master, TensorView<Bf16, 2> rounded,
                   std::uint64_t* bad, Stream stream = {});
 
+/// to = from, rows without gaps on one CUDA device, and *bad becomes the first row that holds a
+/// number which is not finite, where that is lower. False, and nothing done, where rows have gaps
+/// or do not lie at multiples of 16 bytes.
+bool copy_weight(TensorView<const Bf16, 2> from, Bf16* to, std::int32_t* bad, Stream stream);
+
 /// Sums of (back - master)^2 and master^2 in double, over all matrices that were added, in an order
 /// that the shapes alone decide.
 class WeightError {

@@ -51,6 +51,22 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    copy_eights_kernel(const uint4* from, uint4* to, std::int64_t eights, std::int64_t of_row,
+                       std::int32_t* bad) {
+  const auto is_bad = [](std::uint32_t pair) {
+    return (pair & 0x7F80u) == 0x7F80u || (pair & 0x7F800000u) == 0x7F800000u;
+  };
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < eights; i += step) {
+    const uint4 x = __ldcs(from + i);
+    to[i] = x;
+    if (is_bad(x.x) || is_bad(x.y) || is_bad(x.z) || is_bad(x.w)) {
+      atomicMin(bad, static_cast<std::int32_t>(i / of_row));
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
     error_parts_kernel(const __grid_constant__ Params<const float> p, double* parts) {
   Pair mine;
   for (std::int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -94,8 +110,7 @@ void round_weight_cuda(TensorView<const float, 2> master, TensorView<Bf16, 2> ro
     const std::int64_t fours = rows * cols / 4;
     const auto blocks = std::min<std::int64_t>((fours + kThreads - 1) / kThreads,
                                                16ll * cuda::multiprocessors(master.device.index));
-    round_fours_kernel<<<static_cast<unsigned int>(blocks), kThreads, 0,
-                         cuda::stream_of(stream)>>>(
+    round_fours_kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, cuda::stream_of(stream)>>>(
         reinterpret_cast<const float4*>(master.data), reinterpret_cast<uint2*>(rounded.data), fours,
         reinterpret_cast<unsigned long long*>(bad));
     cuda::require_launch("round_fours_kernel");
@@ -106,6 +121,17 @@ void round_weight_cuda(TensorView<const float, 2> master, TensorView<Bf16, 2> ro
   round_rows_kernel<<<grid, kThreads, 0, cuda::stream_of(stream)>>>(
       p, reinterpret_cast<unsigned long long*>(bad));
   cuda::require_launch("round_rows_kernel");
+}
+
+void copy_weight_cuda(TensorView<const Bf16, 2> from, Bf16* to, std::int32_t* bad, Stream stream) {
+  const cuda::OnDevice scope(from.device.index);
+  const std::int64_t eights = from.shape[0] * from.shape[1] / 8;
+  const auto blocks = std::min<std::int64_t>((eights + kThreads - 1) / kThreads,
+                                             16ll * cuda::multiprocessors(from.device.index));
+  copy_eights_kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, cuda::stream_of(stream)>>>(
+      reinterpret_cast<const uint4*>(from.data), reinterpret_cast<uint4*>(to), eights,
+      from.shape[1] / 8, bad);
+  cuda::require_launch("copy_eights_kernel");
 }
 
 void weight_error_cuda(TensorView<const float, 2> master, TensorView<const float, 2> back,
