@@ -258,6 +258,14 @@ std::optional<CodesPlace> Weights::place(const WeightId& id) {
   return there_->place(index, probes(id));
 }
 
+std::optional<TensorView<Bf16, 2>> Weights::place_numbers(const WeightId& id) {
+  const std::size_t index = index_to_put(id);
+  const bool twice = id.role == Role::kEmbedding && model_.tied_embeddings;
+  if (!there_ || arrives_as_codes(id) || twice) return {};
+  seen_[index] = 1;
+  return there_->numbers_at(index);
+}
+
 std::vector<std::uint32_t> Weights::commit() {
   if (state_ != State::kOpen) throw Error("weights: commit() without begin()");
   const std::string missing = first_missing();

@@ -66,6 +66,8 @@ class Weights final : public WeightSink {
   void put_all(std::span<const Weight> weights) override;
   /// Experts' matrices in NVFP4 on a CUDA device.
   std::optional<CodesPlace> place(const WeightId& id) override;
+  /// All on a CUDA device that lies there once and in BF16.
+  std::optional<TensorView<Bf16, 2>> place_numbers(const WeightId& id) override;
   /// Reads all weights back. Throws Error naming what is missing.
   std::vector<std::uint32_t> commit() override;
   /// fp4/weight/*: how far the experts' codes are from those of the set before; none for a first.

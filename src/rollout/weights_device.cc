@@ -408,6 +408,11 @@ CodesPlace DeviceWeights::place(std::size_t index, bool probe) {
   return place;
 }
 
+TensorView<Bf16, 2> DeviceWeights::numbers_at(std::size_t index) const {
+  const auto shape = weight_shape(at_.model, at_.order[index].role);
+  return {place(index), shape, {shape[1], 1}, device_};
+}
+
 /// Probes of all weights that were placed, on their way when this returns.
 DeviceWeights::ProbeLists DeviceWeights::probe_placed() {
   if (placed_probes_.empty()) return {};

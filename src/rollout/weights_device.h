@@ -39,6 +39,8 @@ class DeviceWeights {
   void put(std::span<const Arrival> arrivals);
   /// Where codes of NVFP4 go that their sender writes itself.
   CodesPlace place(std::size_t index, bool probe);
+  /// And numbers.
+  TensorView<Bf16, 2> numbers_at(std::size_t index) const;
   /// CRC32C of each as it lies, in the form in which it came. Waits. Throws Error naming a weight
   /// from the device that is not finite, or one that a product finds not to lie as it should.
   std::vector<std::uint32_t> commit();

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "device/testing.h"
+#include "kernels/exact/place_numbers.h"
 #include "kernels/exact/place_weights.h"
 #include "model/checksum.h"
 #include "rollout/forward_fixture.h"
@@ -260,20 +261,26 @@ std::vector<std::uint32_t> place_all(Weights& weights, const std::vector<OwnedWe
   weights.begin({version}, contract.id());
   std::vector<Buffer> masters;
   std::vector<kernels::PlacedWeight> placed;
+  std::vector<kernels::PlacedNumbers> plain;
   const Buffer bad = to_device(std::vector<std::uint64_t>{~std::uint64_t{0}}, device);
   const Buffer sums = to_device(std::vector<std::uint32_t>(all.size()), device);
   WeightId last;
   for (const OwnedWeight& w : all) {
-    if (!w.coded) {
-      EXPECT_FALSE(weights.place(w.id).has_value());
-      weights.put(w.weight());
-      continue;
-    }
     std::vector<float> master;
     for (const Bf16 x : w.plain) master.push_back(to_float(x));
     masters.push_back(to_device(master, device));
+    const TensorView<const float, 2> view = {
+        masters.back().as<float>(), {w.rows, w.cols}, {w.cols, 1}, device};
+    if (!w.coded) {
+      EXPECT_FALSE(weights.place(w.id).has_value());
+      const TensorView<Bf16, 2> to = weights.place_numbers(w.id).value();
+      EXPECT_EQ(to.shape, view.shape);
+      plain.push_back({view, to.data, bad.as<std::uint64_t>(), sums.as<std::uint32_t>()});
+      continue;
+    }
+    EXPECT_FALSE(weights.place_numbers(w.id).has_value());
     const CodesPlace place = weights.place(w.id).value();
-    placed.push_back({.master = {masters.back().as<float>(), {w.rows, w.cols}, {w.cols, 1}, device},
+    placed.push_back({.master = view,
                       .place = {place.expert, 1, place.out, place.cols, device},
                       .expert = 0,
                       .flips = place.flips,
@@ -287,6 +294,8 @@ std::vector<std::uint32_t> place_all(Weights& weights, const std::vector<OwnedWe
   kernels::WeightSums errors(device, {});
   kernels::WeightPlacer placer(device, {});
   placer.place(placed, contract.weight, errors);
+  kernels::NumberPlacer number_placer(device, {});
+  number_placer.place(plain);
   synchronize(device);
   before_commit(last);
   return weights.commit();

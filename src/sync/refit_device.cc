@@ -19,11 +19,18 @@ namespace {
 constexpr std::int64_t kSlots = 4096;
 constexpr std::size_t kMostWaiting = 512;
 constexpr std::size_t kFirstWaiting = 96;  // for the device has nothing to do
-constexpr std::int64_t kPlainBytes = 16 << 20;
+constexpr std::int64_t kPlainBytes = 32 << 20;
 constexpr std::uint64_t kNone = ~std::uint64_t{0};
 
 std::int64_t bytes_of(const TensorView<const std::uint8_t, 2>& view) {
   return view.shape[0] * view.shape[1];
+}
+
+void require_shape(const WeightId& id, const std::array<std::int64_t, 2>& shape,
+                   const std::array<std::int64_t, 2>& expected) {
+  if (shape == expected) return;
+  throw Error(cat({"weight ", to_string(id), " is [", shape[0], ", ", shape[1], "]; expected [",
+                   expected[0], ", ", expected[1], "]"}));
 }
 
 }  // namespace
@@ -36,7 +43,8 @@ DeviceSender::DeviceSender(WeightSink& to, const Contract& contract)
       global_(device_, sizeof(float), stream_),
       error_(device_, stream_),
       sums_(device_, stream_),
-      placer_(device_, stream_) {}
+      placer_(device_, stream_),
+      number_placer_(device_, stream_) {}
 
 /// Room on the device; what was there may be in use until the stream has come so far, and goes
 /// back to the pool in its order.
@@ -55,6 +63,12 @@ std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t
     const auto [rows, cols] = waiting_.back().master.shape;
     if (waiting_.size() == (placed_some_ ? kMostWaiting : kFirstWaiting)) place_waiting();
     return rows * (cols / 2 + cols / 16) + 4;
+  }
+  if (!quantize && place_numbers(weight, number)) {
+    const auto [rows, cols] = waiting_numbers_.back().master.shape;
+    waiting_bytes_ += 2 * rows * cols;
+    if (waiting_bytes_ >= kPlainBytes) place_waiting_numbers();
+    return 2 * rows * cols;
   }
   // What is put comes in order.
   if (quantize && gather(weight, number)) {
@@ -80,12 +94,35 @@ bool DeviceSender::place(const Weight& weight, std::size_t number) {
   if (f32 == nullptr || !placer_.takes(contract_.weight, *f32)) return false;
   const std::optional<CodesPlace> place = to_.place(weight.id);
   if (!place) return false;
-  if (f32->shape != std::array<std::int64_t, 2>{place->out, place->cols}) {
-    throw Error(cat({"weight ", to_string(weight.id), " is [", f32->shape[0], ", ", f32->shape[1],
-                     "]; expected [", place->out, ", ", place->cols, "]"}));
-  }
+  require_shape(weight.id, f32->shape, {place->out, place->cols});
   waiting_.push_back({*f32, *place, number});
   return true;
+}
+
+bool DeviceSender::place_numbers(const Weight& weight, std::size_t number) {
+  const auto* f32 = std::get_if<TensorView<const float, 2>>(&weight.value);
+  // Any place will do for the question whether it is taken.
+  if (f32 == nullptr || !number_placer_.takes(*f32, nullptr)) return false;
+  const std::optional<TensorView<Bf16, 2>> to = to_.place_numbers(weight.id);
+  if (!to) return false;
+  require_shape(weight.id, f32->shape, to->shape);
+  waiting_numbers_.push_back({*f32, *to, number});
+  return true;
+}
+
+void DeviceSender::place_waiting_numbers() {
+  if (waiting_numbers_.empty()) return;
+  used_slots_ = next_slot(std::ssize(waiting_numbers_));
+  std::vector<kernels::PlacedNumbers> weights;
+  for (const auto& [master, to, number] : waiting_numbers_) {
+    const std::int64_t slot = used_slots_++;
+    weights.push_back({.master = master, .to = to.data, .bad = bad_at(slot), .sum = sum_at(slot)});
+    const auto [rows, cols] = master.shape;
+    pending_.push_back({number, slot, 2 * rows * cols, cols});
+  }
+  waiting_numbers_.clear();
+  waiting_bytes_ = 0;
+  number_placer_.place(weights);
 }
 
 void DeviceSender::place_waiting() {
@@ -312,6 +349,7 @@ void DeviceSender::end(std::span<const WeightId> ids, std::span<std::uint32_t> c
   send_plain();
   send_gathered();
   place_waiting();
+  place_waiting_numbers();
   std::vector<std::uint32_t> sums(slots_.size() * kSlots);
   std::vector<std::uint64_t> bad(sums.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {

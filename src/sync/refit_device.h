@@ -12,6 +12,7 @@
 #include "contract/contract.h"
 #include "device/memory.h"
 #include "kernels/exact/crc32c.h"
+#include "kernels/exact/place_numbers.h"
 #include "kernels/exact/place_weights.h"
 #include "kernels/exact/quantize_weights.h"
 #include "kernels/exact/weight_numbers.h"
@@ -47,6 +48,8 @@ class DeviceSender {
   TensorView<T, 2> room(Buffer& buffer, std::int64_t rows, std::int64_t cols);
   bool place(const Weight& weight, std::size_t number);
   void place_waiting();
+  bool place_numbers(const Weight& weight, std::size_t number);
+  void place_waiting_numbers();
   std::int64_t send_numbers(const Weight& weight, std::size_t number);
   void send_plain();
   TensorView<const float, 2> masters(const Weight& weight);
@@ -83,7 +86,15 @@ class DeviceSender {
   };
   std::vector<Waiting> waiting_;
   bool placed_some_ = false;
-  // What goes in BF16, until a layer of it is there, and room for what is rounded.
+  struct WaitingNumbers {
+    TensorView<const float, 2> master;
+    TensorView<Bf16, 2> to;
+    std::size_t number = 0;
+  };
+  kernels::NumberPlacer number_placer_;
+  std::vector<WaitingNumbers> waiting_numbers_;
+  std::int64_t waiting_bytes_ = 0;
+  // What is put in BF16, until a layer of it is there, and room for what is rounded.
   struct Plain {
     Weight weight;
     std::size_t number = 0;
