@@ -60,6 +60,9 @@ struct LaneOffsets {
   }
 };
 
+/// So many blocks behind its keys a block's values lie.
+inline constexpr int kValuesBehind = 2;
+
 /// A block of keys and their values as rows of a thread block's heads, of which one is read.
 /// kHeads: of the block, or 0: p.block_heads.
 template <KvFormat kFormat, int kDim, int kHeads>
@@ -82,7 +85,7 @@ class RowsOfBlock {
 
   /// Of tiles 2 u and 2 u + 1.
   __device__ Values<kFormat, kDim> values(int u) const {
-    const int at = (keys_at_once(kFormat) + 16 * u) * stride();
+    const int at = (kValuesBehind * keys_at_once(kFormat) + 16 * u) * stride();
     const int next = at + 8 * stride();
     const unsigned char* const even = codes_ + offsets_.even;
     const unsigned char* const odd = codes_ + offsets_.odd;

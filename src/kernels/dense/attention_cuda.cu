@@ -18,84 +18,131 @@ struct CombineParams {
   std::int32_t heads;
   std::int32_t splits;
   float value_scale;
+  std::int32_t batches;  // in shared memory
 };
 
-/// Of 32 splits, one after another: a channel's sums, and of split `lane` top and total.
-struct Parts {
-  float sums[32];
-  float top = minus_infinity();
-  float total = 0.0f;
+inline constexpr int kBatch = 32;       // splits that are folded one after another
+inline constexpr int kMostBatches = 4;  // on their way
+
+/// What a split's sums and total and those before it are multiplied by.
+struct alignas(16) SplitWeights {
+  float before, own, total, unused;
 };
+
+/// A head's splits of one row on their way into shared memory, batch by batch.
+template <int kDim>
+class SplitReader {
+ public:
+  __device__ SplitReader(const float* sums, int splits, int batches, unsigned char* shared)
+      : sums_(sums), splits_(splits), batches_(batches), shared_(shared) {}
+
+  __device__ int count(int batch) const { return min(kBatch, splits_ - batch * kBatch); }
+  __device__ const float* batch(int index) const {
+    return reinterpret_cast<const float*>(shared_) + index % batches_ * kBatch * kDim;
+  }
+  /// One more, or nothing, is on its way.
+  __device__ void start(int index) const {
+    const int pieces = count(index) * (kDim / 4);
+    const float* const from = sums_ + index * std::int64_t{kBatch * kDim};
+    const std::uint32_t to = address_of(batch(index));
+    for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kDim) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16 * i), "l"(from + 4 * i)
+                   : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  /// The oldest of kMostBatches is there, of this thread's part.
+  static __device__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kMostBatches - 1) : "memory");
+  }
+
+ private:
+  const float* sums_;
+  int splits_;
+  int batches_;  // in shared memory
+  unsigned char* shared_;
+};
+
+/// By a warp: weights of a batch's splits, a lane each, and the greatest score up to their end.
+__device__ inline float weigh_splits(float2 top_and_total, float running, SplitWeights* weights) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  float now = fmaxf(running, top_and_total.x);  // the greatest up to and with this split
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(kAll, now, static_cast<unsigned>(step));
+    if (lane >= step) now = fmaxf(now, before);
+  }
+  float before = __shfl_up_sync(kAll, now, 1);
+  if (lane == 0) before = running;
+  weights[lane] = {shrink(before, now), shrink(top_and_total.x, now), top_and_total.y, 0.0f};
+  return __shfl_sync(kAll, now, 31);
+}
 
 /// What attention_kernel does when it folds the splits itself, for one head of one row: the running
 /// maxima of 32 splits at once, the sums in their order. A thread a channel.
 template <int kDim>
 __global__ void __launch_bounds__(kDim)
     combine_splits_kernel(const __grid_constant__ CombineParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ SplitWeights weights[2][kBatch];
   cuda::take_turn();
   const std::int64_t row = blockIdx.x;
   const int head = static_cast<int>(blockIdx.y);
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int thread = static_cast<int>(threadIdx.x);
   const int splits = p.positions[row] / kSplitKeys + 1;
   const std::int64_t first = (row * p.heads + head) * p.splits;
-  const float* const sums = p.sums + first * kDim + threadIdx.x;
-  const auto read = [&](int begin, Parts& parts) {  // all on their way together
-    parts.top = minus_infinity();
-    parts.total = 0.0f;
-    if (begin + lane < splits) {
-      const float2 both = reinterpret_cast<const float2*>(p.tops)[first + begin + lane];
-      parts.top = both.x;
-      parts.total = both.y;
-    }
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      parts.sums[i] = begin + i < splits ? sums[std::int64_t{begin + i} * kDim] : 0.0f;
-    }
+  const SplitReader<kDim> reader(p.sums + first * kDim, splits, p.batches, shared);
+  const auto* const tops = reinterpret_cast<const float2*>(p.tops) + first;
+  const auto top_of = [&](int split) {
+    return split < splits ? tops[split] : make_float2(minus_infinity(), 0.0f);
   };
+  for (int i = 0; i < kMostBatches; ++i) reader.start(i);
+  float2 top = top_of(thread % kBatch);
   float running = minus_infinity();
   float total = 0.0f;
   float sum = 0.0f;
-  Parts parts;
-  read(0, parts);
-  for (int begin = 0; begin < splits; begin += 32) {
-    const int count = min(32, splits - begin);
-    Parts next;
-    read(begin + 32, next);
-    float now = fmaxf(running, parts.top);  // the greatest up to and with this split
-    for (int step = 1; step < 32; step *= 2) {
-      const float before = __shfl_up_sync(kAll, now, static_cast<unsigned>(step));
-      if (lane >= step) now = fmaxf(now, before);
-    }
-    float before = __shfl_up_sync(kAll, now, 1);
-    if (lane == 0) before = running;
-    const float factor = shrink(before, now);
-    const float more = shrink(parts.top, now);
+  for (int batch = 0; batch * kBatch < splits; ++batch) {
+    const float2 next_top = top_of((batch + 1) * kBatch + thread % kBatch);
+    if (thread < kBatch) running = weigh_splits(top, running, weights[batch % 2]);
+    top = next_top;
+    reader.wait();
+    __syncthreads();
+    const float* const sums = reader.batch(batch) + thread;
+    const int count = reader.count(batch);
+    const auto add = [&](int i) {
+      const SplitWeights by = weights[batch % 2][i];
+      total = fold(total, by.before, by.total, by.own);
+      sum = fold(sum, by.before, sums[i * kDim], by.own);
+    };
+    if (count >= kBatch) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const float a = __shfl_sync(kAll, factor, i);
-      const float b = __shfl_sync(kAll, more, i);
-      const float part_total = __shfl_sync(kAll, parts.total, i);
-      if (i >= count) continue;
-      total = fold(total, a, part_total, b);
-      sum = fold(sum, a, parts.sums[i], b);
+      for (int i = 0; i < kBatch; ++i) add(i);
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) add(i);
     }
-    running = __shfl_sync(kAll, now, 31);
-    parts = next;
+    if (count < kBatch) break;
+    __syncthreads();
+    reader.start(batch + kMostBatches);
   }
-  p.out[row * p.out_stride + head * kDim + static_cast<int>(threadIdx.x)] =
+  p.out[row * p.out_stride + head * kDim + thread] =
       to_bf16(__fdiv_rn(__fmul_rn(sum, p.value_scale), total));
 }
 
 void combine(const AttentionParams& p, int dim, std::int64_t rows, Stream stream) {
-  const CombineParams params{p.sums,      p.tops,  p.out,    p.out_stride,
-                             p.positions, p.heads, p.splits, p.value_scale};
+  const int batches = std::min((p.splits + kBatch - 1) / kBatch, kMostBatches);
+  const CombineParams params{p.sums,  p.tops,   p.out,         p.out_stride, p.positions,
+                             p.heads, p.splits, p.value_scale, batches};
   const auto kernel = dim == 32   ? combine_splits_kernel<32>
                       : dim == 64 ? combine_splits_kernel<64>
                                   : combine_splits_kernel<128>;
+  const int bytes = std::min(p.splits, batches * kBatch) * dim * 4;
+  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     kMostBatches * kBatch * dim * 4),
+                "cudaFuncSetAttribute");
   cuda::lay_out_for_shared(kernel);
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(p.heads));
-  cuda::launch_beside("combine_splits_kernel", kernel, grid, dim3(static_cast<unsigned>(dim)), 0,
-                      stream, params);
+  cuda::launch_beside("combine_splits_kernel", kernel, grid, dim3(static_cast<unsigned>(dim)),
+                      static_cast<std::size_t>(bytes), stream, params);
 }
 
 constexpr std::int64_t kMostItems = std::int64_t{1} << 30;
@@ -148,23 +195,25 @@ void lay_out(const AttentionArgs& args, AttentionParams& p) {
   p.scales_at = heads * codes;
   const std::int32_t row = p.code_bytes + p.scale_bytes;
   p.stride = (row + 15) / 16 * 16;
-  const auto are_aligned = [&](std::uintptr_t to) {
-    std::uintptr_t at = 0;
-    for (const PagedKv* kv : {&args.k, &args.v}) {
-      at |= reinterpret_cast<std::uintptr_t>(kv->pool) |
-            static_cast<std::uintptr_t>(kv->page_bytes | kv->offset | kv->row_bytes);
-    }
-    return at % to == 0;
+  const auto lie_at = [&](int bytes) {
+    const auto is_there = [&](const PagedKv& kv) {
+      return (reinterpret_cast<std::uintptr_t>(kv.pool) | kv.page_bytes | kv.offset) % bytes == 0;
+    };
+    return is_there(args.k) && is_there(args.v);
   };
-  p.copy = KvCopy::kBytes;
-  if (are_aligned(8) && (p.code_bytes | p.scale_bytes | p.scales_at) % 8 == 0) {
-    p.copy = KvCopy::kWords;
-  }
-  if (!are_aligned(16)) return;
-  if (p.block_heads == heads && p.stride == row) {
+  const std::int32_t tokens = args.k.page_tokens;
+  // That threads read.
+  const int word = format_of(rule) == KvFormat::kNvfp4 ? dim / 8 : std::max(4, dim / 16);
+  const bool in_pages = row % word == 0 && tokens * row % 16 == 0 &&
+                        (kTurnKeys % tokens == 0 || tokens % kTurnKeys == 0);
+  const auto parts = p.code_bytes | p.scale_bytes | p.scales_at | p.row_bytes;
+  if (lie_at(16) && p.block_heads == heads && (row % 16 == 0 || in_pages)) {
+    p.stride = row;
     p.copy = KvCopy::kRuns;
-  } else if (p.code_bytes % 16 == 0 && p.scale_bytes % 16 == 0 && p.scales_at % 16 == 0) {
+  } else if (lie_at(16) && parts % 16 == 0) {
     p.copy = KvCopy::kRows;
+  } else {
+    p.copy = lie_at(4) && parts % 4 == 0 ? KvCopy::kWords : KvCopy::kBytes;
   }
 }
 

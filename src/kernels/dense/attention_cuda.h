@@ -17,8 +17,8 @@ enum class KvFormat : std::uint8_t { kNvfp4, kMxfp4, kE4m3, kBf16 };
 enum class KvCopy : std::uint8_t {
   kRuns,   // whole rows, as many as follow each other in a page, by the copy engine
   kRows,   // a row's codes and scales of the block's heads, by the copy engine
-  kWords,  // the same, eight bytes at a time, by threads that wait for none
-  kBytes,  // the same by the threads: any alignment, any shape
+  kWords,  // the same by the threads, four bytes at a time
+  kBytes,  // byte by byte: any alignment, any shape
 };
 
 struct KvSide {
@@ -73,7 +73,8 @@ void launch_attention_bf16(const AttentionParams& p, int dim, int groups, int de
 
 inline constexpr std::int32_t kMostGroup = 16;    // heads that share a KV head
 inline constexpr std::int32_t kTileQueries = 64;  // of a tile's rows, at most
-inline constexpr std::int32_t kHalfKeys = kSplitKeys / 2;
+/// A split's keys go to its two halves by turns, so many at a time.
+inline constexpr std::int32_t kTurnKeys = 32;
 
 constexpr std::int32_t splits_of(std::int32_t longest) {
   return (std::max(longest, 1) + kSplitKeys - 1) / kSplitKeys;

@@ -14,10 +14,14 @@ namespace {
 using cuda::Bench;
 using cuda::BenchCase;
 
-constexpr std::int32_t kHeads = 32;
-constexpr std::int32_t kKvHeads = 4;
-constexpr std::int32_t kDim = 128;
-constexpr std::int32_t kWidth = kKvHeads * kDim;
+struct Heads {
+  std::int32_t all, kv, dim;
+
+  std::int64_t width() const { return std::int64_t{all} * dim; }
+  std::int64_t kv_width() const { return std::int64_t{kv} * dim; }
+};
+constexpr Heads kLarge = {32, 4, 128};
+constexpr Heads kSmall = {8, 4, 32};
 constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
                               .scale = ScaleFormat::kE4m3,
                               .global = GlobalScale::kStatic,
@@ -25,6 +29,7 @@ constexpr Quantizer kNvfp4 = {.element = Element::kE2m1,
 
 /// K and V of one layer for some sequences, in pages that lie in no order.
 struct Cache {
+  Heads heads;
   Quantizer rule;
   Buffer pool, table, positions, sequence, tiles, q, out, workspace;
   std::int64_t rows = 0, batch = 0, pages_each = 0, sequence_tokens = 0;
@@ -35,16 +40,16 @@ struct Cache {
 };
 
 /// Some rows of the codes of normal numbers, made on the host.
-std::vector<std::uint8_t> some_rows(const Quantizer& rule) {
+std::vector<std::uint8_t> some_rows(const Quantizer& rule, std::int64_t width) {
   const std::int64_t rows = 4096;
   std::mt19937 random(7);
   std::normal_distribution<float> gauss;
-  std::vector<Bf16> x(static_cast<std::size_t>(rows * kWidth));
+  std::vector<Bf16> x(static_cast<std::size_t>(rows * width));
   for (Bf16& value : x) value = to_bf16(gauss(random));
-  const std::int64_t codes = rule.code_bytes(kWidth), scales = rule.scale_cols(kWidth);
+  const std::int64_t codes = rule.code_bytes(width), scales = rule.scale_cols(width);
   std::vector<std::uint8_t> part(static_cast<std::size_t>(rows * (codes + scales)));
   const std::int64_t row = codes + scales;
-  quantize({.x = rows_of<const Bf16>(x.data(), rows, kWidth),
+  quantize({.x = rows_of<const Bf16>(x.data(), rows, width),
             .rule = rule,
             .exponent = -7,
             .out = {.codes = {part.data(), {rows, codes}, {row, 1}},
@@ -54,10 +59,10 @@ std::vector<std::uint8_t> some_rows(const Quantizer& rule) {
 }
 
 /// A pool full of the codes of normal numbers: the same ones many times over.
-Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
+Buffer full_pool(const Bench& bench, const Heads& heads, const Quantizer& rule, std::int64_t bytes,
                  std::uint64_t seed) {
   if (!rule.quantizes()) return bench.normal_bf16(bytes / 2, seed);
-  static const std::vector<std::uint8_t> part = some_rows(kNvfp4);
+  const std::vector<std::uint8_t> part = some_rows(rule, heads.kv_width());
   const Buffer made = to_device(part, bench.device());
   Buffer pool(bench.device(), bytes);
   for (std::int64_t at = 0; at < bytes; at += made.bytes()) {
@@ -69,24 +74,26 @@ Buffer full_pool(const Bench& bench, const Quantizer& rule, std::int64_t bytes,
 }
 
 /// `chunk` rows at the end of each of `batch` sequences of `tokens`.
-Cache make_cache(const Bench& bench, const Quantizer& rule, std::int64_t batch, std::int64_t tokens,
-                 std::int64_t chunk, std::uint64_t seed) {
+Cache make_cache(const Bench& bench, const Heads& heads, const Quantizer& rule, std::int64_t batch,
+                 std::int64_t tokens, std::int64_t chunk, std::uint64_t seed) {
   Cache c;
+  const std::int64_t width = heads.kv_width();
+  c.heads = heads;
   c.rule = rule;
   c.rows = batch * chunk;
   c.batch = batch;
   c.sequence_tokens = tokens;
   c.row_bytes = static_cast<std::int32_t>(
-      rule.quantizes() ? rule.code_bytes(kWidth) + rule.scale_cols(kWidth) : 2 * kWidth);
+      rule.quantizes() ? rule.code_bytes(width) + rule.scale_cols(width) : 2 * width);
   c.pages_each = (tokens + c.page_tokens - 1) / c.page_tokens;
-  c.pool = full_pool(bench, rule, batch * c.pages_each * c.page_bytes(), seed);
+  c.pool = full_pool(bench, heads, rule, batch * c.pages_each * c.page_bytes(), seed);
   std::vector<std::int32_t> table(static_cast<std::size_t>(batch * c.pages_each));
   std::iota(table.begin(), table.end(), 0);
   std::mt19937 random(static_cast<std::uint32_t>(seed));
   std::shuffle(table.begin(), table.end(), random);
   std::vector<std::int32_t> positions, sequence;
   std::vector<RowTile> tiles;
-  const std::int32_t together = rows_of_tile(kHeads / kKvHeads);
+  const std::int32_t together = rows_of_tile(heads.all / heads.kv);
   for (std::int64_t s = 0; s < batch; ++s) {
     for (std::int64_t i = 0; i < chunk; ++i) {
       if (i % together == 0) {
@@ -102,10 +109,10 @@ Cache make_cache(const Bench& bench, const Quantizer& rule, std::int64_t batch, 
   c.sequence = to_device(sequence, bench.device());
   c.tiles = to_device(tiles, bench.device());
   c.tile_count = static_cast<std::int64_t>(tiles.size());
-  c.q = bench.normal_bf16(c.rows * kHeads * kDim, seed + 1);
-  c.out = Buffer(bench.device(), c.rows * kHeads * kDim * 2);
+  c.q = bench.normal_bf16(c.rows * heads.width(), seed + 1);
+  c.out = Buffer(bench.device(), c.rows * heads.width() * 2);
   if (chunk == 1) {
-    c.workspace = Buffer(bench.device(), attention_workspace(c.rows, kHeads, kDim,
+    c.workspace = Buffer(bench.device(), attention_workspace(c.rows, heads.all, heads.dim,
                                                              static_cast<std::int32_t>(tokens)));
   }
   return c;
@@ -122,7 +129,7 @@ void launch(const Bench& bench, const Cache& c, bool in_tiles, Stream stream) {
   PagedKv v = k;
   v.offset = c.page_bytes() / 2;
   const auto rows = static_cast<std::size_t>(c.rows);
-  attention({.q = rows_of(c.q.as<const Bf16>(), c.rows, kHeads * kDim, bench.device()),
+  attention({.q = rows_of(c.q.as<const Bf16>(), c.rows, c.heads.width(), bench.device()),
              .k = k,
              .v = v,
              .rows = {.positions = {c.positions.as<std::int32_t>(), rows},
@@ -133,10 +140,10 @@ void launch(const Bench& bench, const Cache& c, bool in_tiles, Stream stream) {
                       .longest = static_cast<std::int32_t>(c.sequence_tokens),
                       .tiles = {c.tiles.as<RowTile>(),
                                 in_tiles ? static_cast<std::size_t>(c.tile_count) : 0}},
-             .num_heads = kHeads,
-             .num_kv_heads = kKvHeads,
-             .head_dim = kDim,
-             .out = rows_of(c.out.as<Bf16>(), c.rows, kHeads * kDim, bench.device()),
+             .num_heads = c.heads.all,
+             .num_kv_heads = c.heads.kv,
+             .head_dim = c.heads.dim,
+             .out = rows_of(c.out.as<Bf16>(), c.rows, c.heads.width(), bench.device()),
              .workspace = {c.workspace.as<>(), static_cast<std::size_t>(c.workspace.bytes())}},
             stream);
 }
@@ -146,15 +153,15 @@ struct Size {
 };
 
 /// Microseconds of one layer.
-double run_decode(Bench& bench, const Quantizer& rule, const Size& size) {
-  const double row =
-      rule.quantizes() ? static_cast<double>(kWidth) * 9 / 16 : static_cast<double>(kWidth) * 2;
+double run_decode(Bench& bench, const Heads& heads, const Quantizer& rule, const Size& size) {
+  const auto width = static_cast<double>(heads.kv_width());
+  const double row = rule.quantizes() ? width * 9 / 16 : width * 2;
   const double bytes = 2 * row * static_cast<double>(size.batch * size.tokens);
   const int sets = Bench::sets_of(bytes);
   std::vector<Cache> caches;
   for (int i = 0; i < sets; ++i) {
-    caches.push_back(
-        make_cache(bench, rule, size.batch, size.tokens, 1, static_cast<std::uint64_t>(100 + i)));
+    caches.push_back(make_cache(bench, heads, rule, size.batch, size.tokens, 1,
+                                static_cast<std::uint64_t>(100 + i)));
   }
   return bench.run({.name = rule.quantizes() ? "decode nvfp4 kv" : "decode bf16 kv",
                     .size = cat({"B=", size.batch, " C=", size.tokens}),
@@ -170,7 +177,11 @@ void decode(Bench& bench) {
   bench.heading("attention, decode: 32 heads on 4 KV heads of 128, pages of 16 tokens");
   for (const Size size :
        {Size{1, 2048}, {1, 32768}, {4, 8192}, {16, 8192}, {64, 8192}, {1, 131072}, {8, 32768}}) {
-    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) run_decode(bench, rule, size);
+    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) run_decode(bench, kLarge, rule, size);
+  }
+  bench.heading("the same, 8 heads on 4 KV heads of 32");
+  for (const Size size : {Size{64, 272}, {512, 272}, {512, 1024}}) {
+    for (const Quantizer& rule : {kNvfp4, Quantizer{}}) run_decode(bench, kSmall, rule, size);
   }
 }
 
@@ -181,10 +192,10 @@ void law_of_keys(Bench& bench) {
   cuda::Law lengths = sequences;
   lengths.size = "tokens of 32 sequences";
   for (const std::int64_t batch : {8, 16, 32, 64}) {
-    sequences.add(static_cast<double>(batch), run_decode(bench, kNvfp4, {batch, 32768}));
+    sequences.add(static_cast<double>(batch), run_decode(bench, kLarge, kNvfp4, {batch, 32768}));
   }
   for (const std::int64_t tokens : {8192, 16384, 32768, 65536}) {
-    lengths.add(static_cast<double>(tokens), run_decode(bench, kNvfp4, {32, tokens}));
+    lengths.add(static_cast<double>(tokens), run_decode(bench, kLarge, kNvfp4, {32, tokens}));
   }
   bench.judge(sequences);
   bench.judge(lengths);
@@ -198,12 +209,13 @@ void prefill(Bench& bench) {
   };
   for (const Size size : {Size{1, 8192, 2048}, {4, 2048, 2048}}) {
     for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {
-      const Cache cache = make_cache(bench, rule, size.batch, size.tokens, size.chunk, 7);
+      const Cache cache = make_cache(bench, kLarge, rule, size.batch, size.tokens, size.chunk, 7);
       const double keys = static_cast<double>(size.tokens) - static_cast<double>(size.chunk) / 2;
       bench.run({.name = rule.quantizes() ? "prefill nvfp4 kv" : "prefill bf16 kv",
                  .size = cat({"B=", size.batch, " C=", size.tokens, " rows=", size.chunk}),
                  .bytes = static_cast<double>(cache.pool.bytes()),
-                 .flop = 4.0 * kHeads * kDim * keys * static_cast<double>(cache.rows),
+                 .flop = 4.0 * static_cast<double>(kLarge.width()) * keys *
+                         static_cast<double>(cache.rows),
                  .floor = cuda::Floor::kRead,
                  .launch = [&](int, Stream stream) { launch(bench, cache, true, stream); },
                  .launches = 3});

@@ -13,16 +13,18 @@
 namespace lockstep::kernels {
 
 inline constexpr int kMostHeads = 4;  // KV heads of a block of threads
-/// Of a block: a warp for each half of a split and head, and four of which one loads.
+/// Of a block: a warp for each half of a split and head, and four that load a track each.
 inline constexpr int kBlockThreads = 32 * 3 * kMostHeads;
 
 /// Blocks of threads that a multiprocessor holds at a time.
-constexpr int residents_of(KvFormat format, int groups) {
-  return groups == 1 && format == KvFormat::kNvfp4 ? 2 : 1;
+constexpr int residents_of(KvFormat format, int groups, int dim) {
+  if (groups > 1) return 1;
+  return dim < 128 ? 3 : format == KvFormat::kNvfp4 ? 2 : 1;
 }
-/// Key blocks in shared memory.
+/// Blocks of keys or values in shared memory.
 constexpr int stages_of(KvFormat format, int groups) {
-  return format == KvFormat::kBf16 || (format == KvFormat::kNvfp4 && groups == 1) ? 4 : 6;
+  const bool few = format == KvFormat::kBf16 || (format == KvFormat::kNvfp4 && groups == 1);
+  return kTracks * (few ? 2 : 3);
 }
 
 /// A piece of work: a row against a block's heads, one split of it where splits go apart.
@@ -50,6 +52,10 @@ struct WalkState {
 /// In shared memory: the warps that take keys have no registers for what they seldom need. Each
 /// thread has its own, for threads of a warp need not go side by side.
 using SharedWalkState = volatile WalkState;
+struct ThreadState {
+  SharedWalkState* walk;
+  volatile unsigned* place;  // in the ring
+};
 
 /// Goes over the splits that have keys.
 template <typename State>
@@ -91,17 +97,18 @@ class Walk {
   State* at_;
 };
 
-/// Key blocks of a split, taken in turn from its halves as long as both have some.
-template <int kKeys>
+/// Keys of a split and of its halves.
 struct SplitBlocks {
   int begin;  // of the split
   int end;    // of its keys
 
   __device__ SplitBlocks(int split, int last)
       : begin(split * kSplitKeys), end(min(begin + kSplitKeys, last)) {}
-  __device__ int count(int half) const {
-    const int keys = half == 0 ? min(end - begin, kHalfKeys) : max(end - begin - kHalfKeys, 0);
-    return (keys + kKeys - 1) / kKeys;
+  __device__ int begin_of(int half) const { return begin + half * kTurnKeys; }
+  __device__ int keys(int half) const {
+    const int turns = (end - begin) / (2 * kTurnKeys);
+    const int rest = (end - begin) % (2 * kTurnKeys) - half * kTurnKeys;
+    return turns * kTurnKeys + max(0, min(rest, kTurnKeys));
   }
 };
 
@@ -117,39 +124,36 @@ struct AttentionShape {
   static constexpr int kKept = WarpQueries::template kKeptBytes<kOwn>;
   using BlockRing = Ring<kStages>;
   using BlockLoader = Loader<kKeys, kStages, kStride>;
-  using Blocks = SplitBlocks<kKeys>;
 
   static __host__ __device__ int stride(const AttentionParams& p) {
     return kHeads > 0 ? kStride : p.stride;
   }
   static __host__ __device__ SharedLayout layout(const AttentionParams& p) {
     const int heads = kHeads > 0 ? kHeads : p.block_heads;
-    return SharedLayout(p, heads, kQueries, 2 * kKept, 2 * kKeys * stride(p), kStages);
+    return SharedLayout(p, heads, kQueries, 2 * kKept, kKeys * stride(p), kStages);
   }
 };
 
-/// By the warp that loads.
+/// By the warp that loads a track.
 template <typename Shape>
 __device__ inline void load_items(const AttentionParams& p, const typename Shape::BlockRing& ring,
-                                  unsigned char* shared, const SharedLayout& layout) {
-  typename Shape::BlockLoader loader(p, ring, shared, layout);
+                                  unsigned char* shared, const SharedLayout& layout, int track) {
+  typename Shape::BlockLoader loader(p, ring, shared, layout, track);
   WalkState state;
-  RingPlace to[2] = {RingPlace(0), RingPlace(1)};
+  RingPlace to(track);
   for (Walk<WalkState> walk(p, &state); walk.find(); walk.next()) {
     const AttentionItem item = walk.item();
-    const std::int32_t sequence = p.sequence[item.row];
-    const typename Shape::Blocks blocks(walk.split(), walk.end());
-    loader.find(p.table + sequence * p.table_stride, blocks.begin, blocks.end, item.head_block);
-    PagePlace place[2] = {loader.place(blocks.begin), loader.place(blocks.begin + kHalfKeys)};
-    for (int i = 0; i < blocks.count(0); ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (i >= blocks.count(half)) continue;
-        const int first = blocks.begin + half * kHalfKeys + i * Shape::kKeys;
-        loader.start(to[half], place[half], min(Shape::kKeys, blocks.end - first));
-        to[half].next(Shape::kStages);
-        place[half].advance(Shape::kKeys, p.page_tokens);
-      }
+    const SplitBlocks blocks(walk.split(), walk.end());
+    const int begin = blocks.begin_of(track % 2);
+    const int keys = blocks.keys(track % 2);
+    if (keys == 0) continue;
+    const std::int32_t* const table = p.table + p.sequence[item.row] * p.table_stride;
+    PagePlace from = loader.find(table, begin, blocks.end, item.head_block);
+    for (int taken = 0; taken < keys;) {
+      loader.start(to, from, min(Shape::kKeys, keys - taken));
+      to.next(Shape::kStages);
+      taken += Shape::kKeys;
+      from.advance(taken % kTurnKeys == 0 ? Shape::kKeys + kTurnKeys : Shape::kKeys, p.page_tokens);
     }
   }
 }
@@ -167,14 +171,25 @@ struct WarpRole {
   }
 };
 
+/// The first of the keys that a row sees: all of its queries do.
+struct SeenKeys {
+  int keys;
+
+  __device__ bool all(int wanted) const { return wanted <= keys; }
+  __device__ int by(int) const { return keys; }
+};
+
 /// After the last key of a split.
 template <typename Shape>
 __device__ inline void end_split(const AttentionParams& p, const Walk<SharedWalkState>& walk,
-                                 typename Shape::WarpQueries& queries, unsigned char* shared) {
+                                 typename Shape::WarpQueries& queries, int heads,
+                                 unsigned char* shared) {
   using WarpQueries = typename Shape::WarpQueries;
   constexpr int kOwn = Shape::kOwn;
   const SharedLayout layout = Shape::layout(p);
   const WarpRole role;
+  const AttentionItem item = walk.item();
+  queries.place(RowTile{item.row, 1}, item.head_block * heads + role.head, 0);
   const auto kept = [&](int area, int half) {
     return WarpQueries::template kept_at<kOwn>(shared + area +
                                                (2 * role.head + half) * Shape::kKept);
@@ -194,68 +209,89 @@ __device__ inline void end_split(const AttentionParams& p, const Walk<SharedWalk
   if (walk.is_last()) queries.template store_folded<kOwn>(totals, role.half * kOwn);
 }
 
+/// When a block's places are waited for and left. No register keeps the place.
+template <typename Shape>
+struct RingTurns {
+  const typename Shape::BlockRing& ring;
+  int lane;
+  volatile unsigned* place;
+
+  __device__ void leave_keys() const { ring.release(RingPlace::of(*place), lane); }
+  __device__ void wait_for_values() const { ring.wait_full(RingPlace::of(*place).values()); }
+  __device__ void leave_values() const {
+    RingPlace here = RingPlace::of(*place);
+    ring.release(here.values(), lane);
+    here.next(Shape::kStages);
+    *place = here.code();
+  }
+};
+
 /// By a warp with one half of each split for one head.
 template <typename Shape>
 __device__ inline void take_items(const AttentionParams& p, const typename Shape::BlockRing& ring,
-                                  int heads, unsigned char* shared, SharedWalkState* state) {
+                                  int heads, unsigned char* shared, const ThreadState& state) {
   const SharedLayout layout = Shape::layout(p);
   auto* const lane_offsets = reinterpret_cast<const LaneOffsets*>(shared + layout.offsets);
-  RingPlace place(WarpRole().half);
-  for (Walk<SharedWalkState> walk(p, state); walk.find(); walk.next()) {
+  *state.place = RingPlace(WarpRole().half).code();
+  for (Walk<SharedWalkState> walk(p, state.walk); walk.find(); walk.next()) {
     const WarpRole role;
     const AttentionItem item = walk.item();
     typename Shape::WarpQueries queries(
         p, RowTile{item.row, 1}, item.head_block * heads + role.head, 0,
         shared + layout.queries + (role.half * heads + role.head) * Shape::kQueries);
     queries.clear();
-    const typename Shape::Blocks blocks(walk.split(), walk.end());
-    int first = blocks.begin + role.half * kHalfKeys;
-    for (int left = blocks.count(role.half); left > 0; --left) {
+    const SplitBlocks blocks(walk.split(), walk.end());
+    for (int keys = blocks.keys(role.half); keys > 0; keys -= Shape::kKeys) {
+      const RingPlace place = RingPlace::of(*state.place);
       ring.wait_full(place);
       const ReadOffsets offsets = lane_offsets->of(queries.lane());
-      queries.take(typename Shape::Rows(p, ring.stage(place), role.head, offsets), first);
-      ring.release(place, queries.lane());
-      place.next(Shape::kStages);
-      first += Shape::kKeys;
+      const int head = static_cast<int>(threadIdx.x) / 32 % kMostHeads;
+      queries.take(typename Shape::Rows(p, ring.stage(place), head, offsets), SeenKeys{keys},
+                   RingTurns<Shape>{ring, queries.lane(), state.place});
     }
-    end_split<Shape>(p, walk, queries, shared);
+    end_split<Shape>(p, walk, queries, heads, shared);
   }
 }
 
 /// Registers of the warps that take keys; the four others make room for them. More than a block
 /// starts with would never be given.
-constexpr int registers_of(int residents) { return residents == 2 ? 104 : 232; }
-inline constexpr int kLoadingRegisters = 32;
+constexpr int registers_of(int residents) {
+  return residents == 3 ? 64 : residents == 2 ? 104 : 232;
+}
+constexpr int loading_registers_of(int residents) { return residents == 3 ? 40 : 32; }
+static_assert(kTracks == kMostHeads && kValuesBehind == track_of(true, 0));
 constexpr bool has_registers(int residents) {
   const int at_start = 65536 / (kBlockThreads * residents) / 8 * 8;
-  return 2 * registers_of(residents) + kLoadingRegisters <= 3 * at_start;
+  return 2 * registers_of(residents) + loading_registers_of(residents) <= 3 * at_start;
 }
-static_assert(has_registers(1) && has_registers(2));
+static_assert(has_registers(1) && has_registers(2) && has_registers(3));
 
 template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
-__global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups))
+__global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups, kDim))
     attention_kernel(const __grid_constant__ AttentionParams p) {
   using Shape = AttentionShape<kFormat, kDim, kGroups, kHeads>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int heads = kHeads > 0 ? kHeads : p.block_heads;
   const SharedLayout layout = Shape::layout(p);
   const typename Shape::BlockRing ring(shared, layout);
-  ring.start(heads, p.copy == KvCopy::kWords ? kWordArrivals : 1);
+  ring.start(Shape::BlockLoader::writers(p), heads);
   if (threadIdx.x < 32) {
     reinterpret_cast<LaneOffsets*>(shared + layout.offsets)
         ->fill<kFormat, kDim>(static_cast<int>(threadIdx.x), Shape::stride(p));
   }
-  cuda::release_successor();  // it is launched after all before it has ended
+  cuda::take_turn();
   __syncthreads();
-  const int head = static_cast<int>(threadIdx.x) / 32 % kMostHeads;
-  SharedWalkState* const state =
-      reinterpret_cast<SharedWalkState*>(shared + layout.walks) + threadIdx.x;
+  const int head = static_cast<int>(threadIdx.x) / 32 % kMostHeads;  // or a track
+  const ThreadState state = {
+      reinterpret_cast<SharedWalkState*>(shared + layout.walks) + threadIdx.x,
+      reinterpret_cast<volatile unsigned*>(shared + layout.places) + threadIdx.x};
   if (threadIdx.x >= 2 * 32 * kMostHeads) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
-    if (head == 0) load_items<Shape>(p, ring, shared, layout);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(
+        loading_registers_of(residents_of(kFormat, kGroups, kDim))));
+    load_items<Shape>(p, ring, shared, layout, head);
   } else {
-    asm volatile(
-        "setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers_of(residents_of(kFormat, kGroups))));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(
+        registers_of(residents_of(kFormat, kGroups, kDim))));
     if (head < heads) take_items<Shape>(p, ring, heads, shared, state);
   }
 }
@@ -266,12 +302,11 @@ void launch_one(const AttentionParams& p, int device, void* stream) {
   const int bytes = AttentionShape<kFormat, kDim, kGroups, kHeads>::layout(p).bytes;
   cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                 "cudaFuncSetAttribute");
-  const int at_once =
-      cuda::multiprocessors(static_cast<std::int8_t>(device)) * residents_of(kFormat, kGroups);
+  const int at_once = cuda::multiprocessors(static_cast<std::int8_t>(device)) *
+                      residents_of(kFormat, kGroups, kDim);
   const int blocks = p.sums == nullptr ? p.items : std::min(p.items, at_once);
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(kBlockThreads),
-           static_cast<std::size_t>(bytes), static_cast<cudaStream_t>(stream)>>>(p);
-  cuda::require_launch("attention_kernel");
+  cuda::launch_beside("attention_kernel", kernel, dim3(static_cast<unsigned>(blocks)),
+                      dim3(kBlockThreads), static_cast<std::size_t>(bytes), Stream{stream}, p);
 }
 
 template <KvFormat kFormat>

@@ -1,10 +1,10 @@
 /// For .cu files alone: keys and values of a cache row as operands of the tensor cores.
 ///
-/// A product has queries as its rows and keys as its columns; the next has channels as its rows,
-/// keys as its inner dimension and queries as its columns, so that probabilities stay where they
-/// are. Inner dimensions may stand in any order that both operands share: it is chosen so that a
-/// thread reads whole words. NVFP4 and E4M3 run in FP16, where code times scale is exact once 2^n
-/// is left to the end; MXFP4 and BF16 run in BF16.
+/// A product has keys as its rows and queries as its columns; the next has channels as its rows,
+/// keys as its inner dimension and queries as its columns again. Inner dimensions may stand in any
+/// order that both operands share: it is chosen so that a thread reads whole words. NVFP4 and E4M3
+/// run in FP16, where code times scale is exact once 2^n is left to the end; MXFP4 and BF16 run in
+/// BF16.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,13 @@ __device__ inline void multiply_add(float (&d)[4], std::uint32_t a0, std::uint32
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+}
+
+/// Of 8 x 8 pairs of bytes in a warp, a row in four threads.
+__device__ inline std::uint32_t transposed(std::uint32_t pair) {
+  std::uint32_t result = 0;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
 }
 
 /// Two numbers rounded to nearest even, the first in the low half.
@@ -186,7 +193,7 @@ __device__ inline void read_words(const unsigned char* from, std::uint32_t (&w)[
   }
 }
 
-/// A key of one head as the second operand of kDim / 16 products, two of them at a time.
+/// A key of one head as half of the first operand of kDim / 16 products, two of them at a time.
 template <KvFormat kFormat, int kDim>
 class Key {
  public:

@@ -7,13 +7,42 @@
 
 #include <cstdint>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "kernels/dense/attention_queries_cuda.h"
 
 namespace lockstep::kernels {
 
 inline constexpr int kPrefillWarps = kTileQueries / 16;
-inline constexpr int kPrefillKeys = 32;  // that become operands together
+inline constexpr int kPrefillKeys = kTurnKeys;  // that become operands together
+
+/// Goes over blocks of a turn's keys: of each split its first half, then the other.
+struct TurnWalk {
+  int end;  // of the keys
+  int split = 0;
+  int half = 0;
+  int first = 0;  // position of the block's first key
+
+  __device__ explicit TurnWalk(int keys) : end(keys) {}
+  __device__ int split_end() const { return min((split + 1) * kSplitKeys, end); }
+  __device__ bool has_other_half() const {
+    return half == 0 && split * kSplitKeys + kTurnKeys < split_end();
+  }
+  __device__ bool begins_half() const { return first == split * kSplitKeys + half * kTurnKeys; }
+  __device__ bool ends_half() const { return first + 2 * kTurnKeys >= split_end(); }
+  __device__ void next() {
+    if (!ends_half()) {
+      first += 2 * kTurnKeys;
+    } else if (has_other_half()) {
+      half = 1;
+      first = split * kSplitKeys + kTurnKeys;
+    } else {
+      half = 0;
+      first = ++split * kSplitKeys;
+    }
+  }
+  __device__ bool is_over() const { return first >= end; }
+};
 
 /// Where operands lie, as threads take them: 16 bytes of each, side by side.
 template <KvFormat kFormat, int kDim>
@@ -98,7 +127,7 @@ class Stager {
         lane_(lane),
         codes_(head * Bytes::kCodes),
         scales_(p.scales_at + head * Bytes::kScales),
-        anywhere_(p.copy == KvCopy::kBytes || p.copy == KvCopy::kWords) {}
+        anywhere_(p.copy == KvCopy::kWords || p.copy == KvCopy::kBytes) {}
 
   /// Starts to read.
   __device__ void read(const RowPlaces& places) {
@@ -159,17 +188,17 @@ class Stager {
   Values<kFormat, kDim, 1> values_;
 };
 
-/// By a thread for each row of `places`: where those of block `index` lie; the last key's again for
-/// those past it, which nobody sees.
+/// By a thread for each row of `places`: where those from position `first` on lie; the last key's
+/// again for those past it, which nobody sees.
 class PlaceFinder {
  public:
   __device__ PlaceFinder(const AttentionParams& p, const RowTile& tile, int end)
       : p_(p), table_(p.table + p.sequence[tile.first] * p.table_stride), end_(end) {}
 
-  __device__ void look_up(int index) {
+  __device__ void look_up(int first) {
     if (threadIdx.x >= 2 * kPrefillKeys) return;
     const int key = static_cast<int>(threadIdx.x) % kPrefillKeys;
-    const int position = min(index * kPrefillKeys + key, end_ - 1);
+    const int position = min(first + key, end_ - 1);
     const int page = position / p_.page_tokens;
     slot_ = position - page * p_.page_tokens;
     id_ = table_[page];
@@ -202,19 +231,37 @@ struct PrefillShape {
   static constexpr int kBytes = kKeptAt + kPrefillWarps * 2 * kKept;
 };
 
+/// How many of the keys from position `first` on the rows of a tile see.
+template <typename WarpQueries>
+struct SeenByRows {
+  const WarpQueries& queries;
+  int first;
+  int least;  // position of a row: they rise
+
+  __device__ bool all(int keys) const { return first + keys - 1 <= least; }
+  __device__ int by(int query) const { return queries.seen_from(first, query); }
+};
+
+/// All warps go together.
+struct NoTurns {
+  __device__ void leave_keys() const {}
+  __device__ void wait_for_values() const {}
+  __device__ void leave_values() const {}
+};
+
 /// After the last key of a half: the second of a split joins the first, and splits are folded.
 template <int kSteps, typename WarpQueries>
-__device__ inline void end_half(WarpQueries& queries, int half_index, bool is_last,
-                                const KeptSums& kept, const KeptSums& totals) {
+__device__ inline void end_half(WarpQueries& queries, const TurnWalk& walk, const KeptSums& kept,
+                                const KeptSums& totals) {
   queries.finish_totals();
-  if (half_index % 2 == 0 && !is_last) return queries.template keep<kSteps>(kept, 0);
   typename WarpQueries::template Sums<kSteps> split;
-  if (half_index % 2 == 0) {
-    queries.own_half(split);
-  } else {
+  if (walk.half == 1) {
     queries.template join<1, kSteps>(kept, split);
+  } else {
+    if (walk.has_other_half()) return queries.template keep<kSteps>(kept, 0);
+    queries.own_half(split);
   }
-  queries.template fold_split<kSteps>(half_index / 2 == 0, totals, split);
+  queries.template fold_split<kSteps>(walk.split == 0, totals, split);
 }
 
 template <KvFormat kFormat, int kDim>
@@ -224,12 +271,13 @@ __global__ void __launch_bounds__(32 * kPrefillWarps, 2)
   using WarpQueries = typename Shape::WarpQueries;
   constexpr int kKeys = keys_at_once(kFormat);
   extern __shared__ __align__(128) unsigned char shared[];
+  cuda::take_turn();
   const int kv_heads = p.heads / p.group;
   const int index = static_cast<int>(blockIdx.x) / kv_heads;
   const int head = static_cast<int>(blockIdx.x) % kv_heads;
   const RowTile tile = p.tiles[p.tile_count - 1 - index];  // of a chunk's, long ones first
+  const int least = p.positions[tile.first];
   const int end = p.positions[tile.first + tile.rows - 1] + 1;
-  const int blocks = (end + kPrefillKeys - 1) / kPrefillKeys;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   WarpQueries queries(p, tile, head, 16 * warp);
   Stager<kFormat, kDim> stager(p, head, warp, queries.lane());
@@ -239,32 +287,32 @@ __global__ void __launch_bounds__(32 * kPrefillWarps, 2)
   const KeptSums kept = WarpQueries::template kept_at<Shape::kSteps>(mine);
   const KeptSums totals = WarpQueries::template kept_at<Shape::kSteps>(mine + Shape::kKept);
 
-  finder.look_up(0);
+  TurnWalk ahead(end);  // of the blocks whose places are looked up
+  finder.look_up(ahead.first);
   finder.store(places[0]);
-  finder.look_up(1);
+  ahead.next();
+  finder.look_up(ahead.first);
   finder.store(places[1]);
   __syncthreads();
   stager.read(places[0]);
-  constexpr int kBlocksOfHalf = kHalfKeys / kPrefillKeys;
-  for (int block = 0; block < blocks; ++block) {
+  int block = 0;
+  for (TurnWalk walk(end); !walk.is_over(); walk.next(), ++block) {
     unsigned char* const operands = shared + block % 2 * Shape::kOperands;
     stager.store(operands);
     __syncthreads();
     stager.read(places[(block + 1) % 2]);
-    finder.look_up(block + 2);
-    if (block % kBlocksOfHalf == 0) queries.clear();
+    ahead.next();
+    finder.look_up(ahead.first);
+    if (walk.begins_half()) queries.clear();
     if (queries.any()) {
 #pragma unroll
       for (int first = 0; first < kPrefillKeys; first += kKeys) {
         queries.take(OperandBlock<kFormat, kDim>(operands, first / 8, queries.lane()),
-                     block * kPrefillKeys + first);
+                     SeenByRows<WarpQueries>{queries, walk.first + first, least}, NoTurns{});
       }
     }
     finder.store(places[block % 2]);
-    const bool is_last = block + 1 == blocks;
-    if (is_last || (block + 1) % kBlocksOfHalf == 0) {
-      end_half<Shape::kSteps>(queries, block / kBlocksOfHalf, is_last, kept, totals);
-    }
+    if (walk.ends_half()) end_half<Shape::kSteps>(queries, walk, kept, totals);
   }
   queries.template store_folded<Shape::kSteps>(totals, 0);
 }
@@ -275,9 +323,8 @@ void launch_prefill(const AttentionParams& p, void* stream) {
   constexpr int kBytes = PrefillShape<kFormat, kDim>::kBytes;
   cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                 "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(p.items), static_cast<unsigned>(32 * kPrefillWarps), kBytes,
-           static_cast<cudaStream_t>(stream)>>>(p);
-  cuda::require_launch("prefill_kernel");
+  cuda::launch_beside("prefill_kernel", kernel, dim3(static_cast<unsigned>(p.items)),
+                      dim3(32 * kPrefillWarps), kBytes, Stream{stream}, p);
 }
 
 }  // namespace lockstep::kernels

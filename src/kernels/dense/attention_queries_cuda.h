@@ -69,20 +69,28 @@ class Queries {
         first_(first),
         lane_(own_lane()),
         shared_(address_of(shared)) {
-    least_ = p.positions[tile.first];
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) load(h, shared);
     __syncwarp();
   }
 
+  /// The same queries: what the compiler knew of their place may be forgotten until here.
+  __device__ void place(const RowTile& tile, int kv_head, int first) {
+    tile_ = tile;
+    kv_head_ = kv_head;
+    first_ = first;
+  }
   __device__ int lane() const { return lane_; }
   __device__ bool any() const { return exists(0); }
 
   __device__ void clear() {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      top_[h] = minus_infinity();
-      total_[h] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        top_[h][c] = minus_infinity();
+        total_[h][c] = 0.0f;
+      }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -91,21 +99,32 @@ class Queries {
     }
   }
 
-  /// Keys at positions first...
-  template <typename Block>
-  __device__ void take(const Block& block, int first) {
-    float s[kTiles][2 * kGroups];
+  /// `seen`: how many of the keys a query sees, or more than there are. `turns` is told when keys
+  /// and values have been read, and waits for the latter.
+  template <typename Block, typename Seen, typename Turns>
+  __device__ void take(const Block& block, const Seen& seen, const Turns& turns) {
+    Scores s;
     scores(block, s);
-    softmax(first, s);
-    add_values(block, s);
+    turns.leave_keys();
+    softmax(seen, s);
+    turns.wait_for_values();
+    add_values(block, s, turns);
+  }
+
+  /// Of the keys from position `first` on.
+  __device__ int seen_from(int first, int query) const {
+    return exists(query) ? p_.positions[row(query)] + 1 - first : 0;
   }
 
   /// What is left of the totals of threads that share a query.
   __device__ void finish_totals() {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      total_[h] += __shfl_xor_sync(kAll, total_[h], 1);
-      total_[h] += __shfl_xor_sync(kAll, total_[h], 2);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int x = 4; x < 32; x *= 2) total_[h][c] += __shfl_xor_sync(kAll, total_[h][c], x);
+      }
     }
   }
 
@@ -141,7 +160,7 @@ class Queries {
         const auto& x = sums_[h][i + from];
         sums[32 * (h * kCount + i)] = make_float4(x[0], x[1], x[2], x[3]);
       }
-      to.rows[8 * h + (lane_ >> 2)] = make_float2(top_[h], total_[h]);
+      *rows_of(to, h) = make_float4(top_[h][0], total_[h][0], top_[h][1], total_[h][1]);
     }
   }
 
@@ -150,15 +169,17 @@ class Queries {
   __device__ void join(const KeptSums& kept, Sums<kCount>& split) {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      const float2 other = kept.rows[8 * h + (lane_ >> 2)];
-      const float now = fmaxf(top_[h], other.x);
-      const float mine = shrink(top_[h], now);
-      const float others = shrink(other.x, now);
-      total_[h] = in_order<kHalf>(total_[h], mine, other.y, others);
-      top_[h] = now;
+      const float4 both = *rows_of(kept, h);
+      const float tops[2] = {both.x, both.z}, totals[2] = {both.y, both.w};
       float by[2], others_by[2];
-      of_columns(mine, by);
-      of_columns(others, others_by);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float now = fmaxf(top_[h][c], tops[c]);
+        by[c] = shrink(top_[h][c], now);
+        others_by[c] = shrink(tops[c], now);
+        total_[h][c] = in_order<kHalf>(total_[h][c], by[c], totals[c], others_by[c]);
+        top_[h][c] = now;
+      }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const float4 y = reinterpret_cast<const float4*>(kept.sums)[32 * (h * kCount + i) + lane_];
@@ -178,15 +199,15 @@ class Queries {
     const int t = lane_ & 3;
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      if (half == 0 && t == 0 && exists(8 * h + g)) {
-        float* const tops = p_.tops + 2 * slot(8 * h + g, split);
-        tops[0] = top_[h];
-        tops[1] = total_[h];
-      }
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int query = 8 * h + 2 * t + odd;
         if (!exists(query)) continue;
+        if (half == 0 && g == 0) {
+          float* const tops = p_.tops + 2 * slot(query, split);
+          tops[0] = top_[h][odd];
+          tops[1] = total_[h][odd];
+        }
         float* const to = p_.sums + slot(query, split) * kDim + g * (kDim / 8) + 2 * kOwn * half;
 #pragma unroll
         for (int i = 0; i < kOwn; i += 2) {
@@ -221,16 +242,21 @@ class Queries {
                              const Sums<kCount>& split) const {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      float2* const row = totals.rows + 8 * h + (lane_ >> 2);
-      const float2 before = is_first ? make_float2(minus_infinity(), 0.0f) : *row;
-      const float now = fmaxf(before.x, top_[h]);
-      const float factor = shrink(before.x, now);
-      const float more = shrink(top_[h], now);
-      __syncwarp();  // all four threads of the row have read it
-      *row = make_float2(now, fold(before.y, factor, total_[h], more));
-      float a[2], b[2];
-      of_columns(factor, a);
-      of_columns(more, b);
+      float4* const rows = rows_of(totals, h);
+      const float4 both = *rows;
+      const float tops[2] = {is_first ? minus_infinity() : both.x,
+                             is_first ? minus_infinity() : both.z};
+      const float before[2] = {is_first ? 0.0f : both.y, is_first ? 0.0f : both.w};
+      float a[2], b[2], now[2], total[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        now[c] = fmaxf(tops[c], top_[h][c]);
+        a[c] = shrink(tops[c], now[c]);
+        b[c] = shrink(top_[h][c], now[c]);
+        total[c] = fold(before[c], a[c], total_[h][c], b[c]);
+      }
+      __syncwarp();  // all threads of the columns have read it
+      *rows = make_float4(now[0], total[0], now[1], total[1]);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
 #pragma unroll
@@ -248,8 +274,8 @@ class Queries {
   __device__ void store_folded(const KeptSums& totals, int from) const {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      float total[2];
-      of_columns(totals.rows[8 * h + (lane_ >> 2)].y, total);
+      const float4 both = *rows_of(totals, h);
+      const float total[2] = {both.y, both.w};
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int query = 8 * h + 2 * (lane_ & 3) + odd;
@@ -266,6 +292,14 @@ class Queries {
   }
 
  private:
+  /// Of 16 keys each: of the thread row's in the first 8 the thread's two queries, then of that in
+  /// the others.
+  using Scores = float[kTiles / 2][kGroups][4];
+
+  /// Tops and totals of the thread's two queries of a group.
+  __device__ float4* rows_of(const KeptSums& kept, int h) const {
+    return reinterpret_cast<float4*>(kept.rows + 8 * h + 2 * (lane_ & 3));
+  }
   /// The row and the head of a query; no row where there is no such query.
   __device__ bool exists(int query) const { return first_ + query < tile_.rows * p_.group; }
   __device__ std::int64_t row(int query) const { return tile_.first + (first_ + query) / p_.group; }
@@ -305,7 +339,7 @@ class Queries {
         most = fmaxf(most, fmaxf(fabsf(low_bf16(words[j][i])), fabsf(high_bf16(words[j][i]))));
       }
     }
-    factor_[h] = p_.score_scale;
+    float factor = p_.score_scale;
     float up = 1.0f;
     if constexpr (kFp16) {  // the greatest comes to 2^14, so that FP16 loses nothing that counts
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
@@ -313,8 +347,9 @@ class Queries {
       int shift = 14 + 127 - static_cast<int>(float_bits(most) >> 23);
       shift = most == 0.0f ? 0 : max(-100, min(100, shift));
       up = float_of(static_cast<std::uint32_t>(127 + shift) << 23);
-      factor_[h] *= float_of(static_cast<std::uint32_t>(127 - shift) << 23);
+      factor *= float_of(static_cast<std::uint32_t>(127 - shift) << 23);
     }
+    of_columns(factor, factor_[h]);
 #pragma unroll
     for (int j = 0; j < kSteps / 2; ++j) {
       std::uint32_t two[2][2];
@@ -330,123 +365,143 @@ class Queries {
       }
       if constexpr (kKeepsShared) {
         reinterpret_cast<uint4*>(shared)[32 * j + lane_] =
-            make_uint4(two[0][0], two[1][0], two[0][1], two[1][1]);
+            make_uint4(two[0][0], two[0][1], two[1][0], two[1][1]);
       } else {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          q_[2 * j + odd][2 * h] = two[odd][0];
-          q_[2 * j + odd][2 * h + 1] = two[odd][1];
+          q_[h][2 * j + odd][0] = two[odd][0];
+          q_[h][2 * j + odd][1] = two[odd][1];
         }
       }
     }
   }
 
-  /// The operands for the even and the odd step of 2 j, each a pair of registers a group; of eight
-  /// queries both steps' in one.
-  __device__ void queries(int j, std::uint32_t (&even)[4], std::uint32_t (&odd)[4]) const {
+  /// The operands of group h for steps 2 j and 2 j + 1.
+  __device__ void queries(int h, int j, std::uint32_t (&q)[2][2]) const {
     if constexpr (kKeepsShared) {
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(even[0]), "=r"(even[1]), "=r"(even[2]), "=r"(even[3])
+                   : "=r"(q[0][0]), "=r"(q[0][1]), "=r"(q[1][0]), "=r"(q[1][1])
                    : "r"(shared_ + 512 * j + 16 * lane_)
                    : "memory");
-#pragma unroll
-      for (int i = 0; i < 4; ++i) odd[i] = even[i];
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        even[i] = q_[2 * j][i % 2 * 2 + i / 2];
-        odd[i] = q_[2 * j + 1][i % 2 * 2 + i / 2];
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int reg = 0; reg < 2; ++reg) q[i][reg] = q_[h][2 * j + i][reg];
       }
     }
   }
 
-  /// Even and odd steps apart. A product has room for 16 queries: with 8, those of an even step
-  /// stand beside those of the next one, so that one operand serves both.
+  /// Even and odd steps apart. A product's rows are 16 keys, its columns 8 queries.
   template <typename Block>
-  __device__ void scores(const Block& block, float (&s)[kTiles][2 * kGroups]) const {
+  __device__ void scores(const Block& block, Scores& s) const {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const auto key = block.key(tile);
-      float d[2][4] = {};
+    for (int u = 0; u < kTiles / 2; ++u) {
+      const auto low = block.key(2 * u);
+      const auto high = block.key(2 * u + 1);
+      float d[kGroups][2][4] = {};
 #pragma unroll
       for (int j = 0; j < kSteps / 2; ++j) {
-        std::uint32_t b[2][2];
-        key.part(j, b);
-        std::uint32_t q[2][4];
-        queries(j, q[0], q[1]);
+        std::uint32_t a[2][2], b[2][2];
+        low.part(j, a);
+        high.part(j, b);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          multiply_add<kFp16>(d[i], q[i][0], q[i][1], q[i][2], q[i][3], b[i][0], b[i][1]);
+        for (int h = 0; h < kGroups; ++h) {
+          std::uint32_t q[2][2];
+          queries(h, j, q);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            multiply_add<kFp16>(d[h][i], a[i][0], b[i][0], a[i][1], b[i][1], q[i][0], q[i][1]);
+          }
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2 * kGroups; ++i) s[tile][i] = d[0][i] + d[1][kGroups == 2 ? i : 2 + i];
+      for (int h = 0; h < kGroups; ++h) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[u][h][i] = d[h][0][i] + d[h][1][i];
+      }
     }
   }
 
   /// Scores become probabilities relative to 2^top_.
-  __device__ void softmax(int first, float (&s)[kTiles][2 * kGroups]) {
-    float most[kGroups];
-    if (first + kKeys - 1 > least_) hide_unseen(first, s);
+  template <typename Seen>
+  __device__ void softmax(const Seen& seen, Scores& s) {
+    float most[kGroups][2];
+    if (!seen.all(kKeys)) hide_unseen(seen, s);
     bool exceeds = false;
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      most[h] = s[0][2 * h];
 #pragma unroll
-      for (int i = 1; i < 2 * kTiles; ++i) most[h] = fmaxf(most[h], s[i / 2][2 * h + i % 2]);
-      most[h] *= factor_[h];
-      exceeds = exceeds || most[h] > top_[h] + kSlack;
+      for (int c = 0; c < 2; ++c) {
+        most[h][c] = s[0][h][c];
+#pragma unroll
+        for (int i = 1; i < kTiles; ++i) {
+          most[h][c] = fmaxf(most[h][c], s[i / 2][h][i % 2 * 2 + c]);
+        }
+        most[h][c] *= factor_[h][c];
+        exceeds = exceeds || most[h][c] > top_[h][c] + kSlack;
+      }
     }
     if (__any_sync(kAll, exceeds)) move_tops(most);
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      const float top = top_[h] == minus_infinity() ? 0.0f : top_[h];
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) {
-        float& x = s[i / 2][2 * h + i % 2];
-        x = exp2_of(__fmaf_rn(x, factor_[h], -top));
-        total_[h] += x;
+      for (int c = 0; c < 2; ++c) {
+        const float top = top_[h][c] == minus_infinity() ? 0.0f : top_[h][c];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          float& x = s[i / 2][h][i % 2 * 2 + c];
+          x = exp2_of(__fmaf_rn(x, factor_[h][c], -top));
+          total_[h][c] += x;
+        }
       }
     }
   }
 
-  __device__ void hide_unseen(int first, float (&s)[kTiles][2 * kGroups]) const {
+  template <typename Seen>
+  __device__ void hide_unseen(const Seen& seen, Scores& s) const {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      const int query = 8 * h + (lane_ >> 2);
-      const int limit = exists(query) ? p_.positions[row(query)] : -1;
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) {
-        const int key = first + i / 2 * 8 + key_of_column<kFormat>(2 * (lane_ & 3) + i % 2);
-        if (key > limit) s[i / 2][2 * h + i % 2] = minus_infinity();
+      for (int c = 0; c < 2; ++c) {
+        const int query = 8 * h + 2 * (lane_ & 3) + c;
+        const int end = seen.by(query);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const int key = 8 * i + key_of_column<kFormat>(lane_ >> 2);
+          if (key >= end) s[i / 2][h][i % 2 * 2 + c] = minus_infinity();
+        }
       }
     }
   }
 
   /// `most`: of the thread's keys.
-  __device__ void move_tops(const float (&most)[kGroups]) {
+  __device__ void move_tops(const float (&most)[kGroups][2]) {
 #pragma unroll
     for (int h = 0; h < kGroups; ++h) {
-      float now = fmaxf(most[h], __shfl_xor_sync(kAll, most[h], 1));
-      now = fmaxf(now, __shfl_xor_sync(kAll, now, 2));
-      float by = 1.0f;
-      if (now > top_[h] + kSlack) {
-        by = shrink(top_[h], now);
-        top_[h] = now;
+      float by[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float now = most[h][c];
+#pragma unroll
+        for (int x = 4; x < 32; x *= 2) now = fmaxf(now, __shfl_xor_sync(kAll, now, x));
+        by[c] = 1.0f;
+        if (now > top_[h][c] + kSlack) {
+          by[c] = shrink(top_[h][c], now);
+          top_[h][c] = now;
+        }
+        total_[h][c] *= by[c];
       }
-      total_[h] *= by;
-      float column[2];
-      of_columns(by, column);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums_[h][i][j] *= column[j & 1];
+        for (int j = 0; j < 4; ++j) sums_[h][i][j] *= by[j & 1];
       }
     }
   }
 
-  template <typename Block>
-  __device__ void add_values(const Block& block, const float (&p)[kTiles][2 * kGroups]) {
+  template <typename Block, typename Turns>
+  __device__ void add_values(const Block& block, const Scores& p, const Turns& turns) {
     using Parts = ValueParts<kFormat, kDim>;
 #pragma unroll
     for (int u = 0; u < kTiles / 2; ++u) {
@@ -455,10 +510,13 @@ class Queries {
       for (int h = 0; h < kGroups; ++h) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          split(p[2 * u + i][2 * h], p[2 * u + i][2 * h + 1], high[h][i], low[h][i]);
+          split(p[u][h][2 * i], p[u][h][2 * i + 1], high[h][i], low[h][i]);
+          high[h][i] = transposed(high[h][i]);
+          low[h][i] = transposed(low[h][i]);
         }
       }
       const auto values = block.values(u);
+      if (u == kTiles / 2 - 1) turns.leave_values();
 #pragma unroll
       for (int j = 0; j < Parts::kParts; ++j) {
         constexpr int kProducts = Parts::kProducts;
@@ -494,11 +552,10 @@ class Queries {
   int kv_head_;
   int first_;  // of the tile's queries
   int lane_;
-  int least_;  // position of a query: rows' positions rise
-  float factor_[kGroups];
+  float factor_[kGroups][2];
   std::uint32_t shared_;  // where the operands lie, or
-  std::uint32_t q_[kKeepsShared ? 1 : kSteps][2 * kGroups];
-  float top_[kGroups], total_[kGroups];
+  std::uint32_t q_[kGroups][kKeepsShared ? 1 : kSteps][2];
+  float top_[kGroups][2], total_[kGroups][2];
   float sums_[kGroups][kSteps][4];
 };
 
