@@ -5,17 +5,16 @@
 #include <optional>
 #include <vector>
 
-#include "base/parallel.h"
 #include "rollout/capture_device.h"
 #include "rollout/capture_rows.h"
 #include "rollout/forward.h"
 #include "rollout/kv_cache.h"
-#include "rollout/kv_rows.h"
 
 namespace lockstep::rollout {
 namespace {
 
-constexpr std::int64_t kGrain = 256;  // rows a thread copies at least
+// Bytes of records of K and V on their way at once: what the caches of a CPU hold.
+constexpr std::int64_t kKvBatch = 2 << 20, kKvBatchOnCuda = 16 << 20;
 
 }  // namespace
 
@@ -31,12 +30,12 @@ struct Capture::Impl {
   Workplace at;
   RowWriter writer{agreement, sink};
   std::optional<DeviceCapture> there{};  // on a CUDA device
+  std::optional<KvRecords> kv{};         // of the cache that close() met first
 
   // Of the pass that runs.
   const Pass* pass = nullptr;
   KeptRows kept{}, audit{};
   std::vector<std::uint8_t> records{};
-  std::vector<std::byte> room{};  // of K or V at a place
 
   bool audited(TokenKey key) const {
     return lockstep::audited(agreement.seed, key, agreement.guide.audit_every);
@@ -53,12 +52,8 @@ struct Capture::Impl {
 
   std::vector<DeviceCapture::Wanted> wanted() const;
   void hand_on() { writer.hand_on(kept.keys, audit.keys); }
-  bool reads_pages(std::span<const LayerKv> layers) const;
-  void append_pages(std::span<const TokenKey> keys, std::span<const std::byte* const> pages,
-                    std::span<const LayerKv> layers);
-  void append_rows(std::span<const TokenKey> of, std::span<const std::byte* const> cache_rows,
-                   Place place, Encoding encoding);
-  void append_kv(std::span<const Held> spans, KvCache& cache);
+  std::vector<KvPlace> kv_places(std::span<const LayerKv> layers) const;
+  void append_kv(std::span<const Held> spans, const KvCache& cache);
   void give_up(const Span& span);
 };
 
@@ -193,71 +188,31 @@ std::array<std::int64_t, 3> Capture::shape() const {
   return {impl_->kept.empty() ? 0 : 1 + numbers, impl_->there->gathered(), impl_->at.moves};
 }
 
-void Capture::Impl::append_rows(std::span<const TokenKey> of,
-                                std::span<const std::byte* const> cache_rows, Place place,
-                                Encoding encoding) {
-  const RowLayout layout = agreement.layout(place, encoding);
-  const bool wide = agreement.rule(place.site).is_wide();
-  const auto width = static_cast<std::size_t>(layout.bytes());
-  room.resize(of.size() * width);
-  const std::span<std::byte> out = room;
-  parallel_for(
-      static_cast<std::int64_t>(of.size()), kGrain, [&](std::int64_t first, std::int64_t end) {
-        for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
-          record_from_row(cache_rows[i], layout, wide, &out[i * width]);
-        }
-      });
-  sink->append(of, {place, layout, out});
-}
-
-/// Is there a record of K or V anywhere?
-bool Capture::Impl::reads_pages(std::span<const LayerKv> layers) const {
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    for (const Site site : {Site::kK, Site::kV}) {
-      const Place place = {Layer{static_cast<std::int32_t>(l)}, site};
-      if (!(site == Site::kK ? layers[l].k : layers[l].v).rule.quantizes()) continue;
-      if (agreement.encoding(place) != Encoding::kNone || audits(place)) return true;
-    }
-  }
-  return false;
-}
-
-/// `pages` [keys], each key's, on the host.
-void Capture::Impl::append_pages(std::span<const TokenKey> keys,
-                                 std::span<const std::byte* const> pages,
-                                 std::span<const LayerKv> layers) {
-  std::vector<TokenKey> audit_keys;
-  std::vector<const std::byte*> audit_pages, rows;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    if (!audited(keys[i])) continue;
-    audit_keys.push_back(keys[i]);
-    audit_pages.push_back(pages[i]);
-  }
-  const auto locate = [&](std::span<const TokenKey> of, std::span<const std::byte* const> in,
-                          const kernels::PagedKv& kv) {
-    rows.resize(of.size());
-    for (std::size_t i = 0; i < of.size(); ++i) {
-      rows[i] = in[i] + kv.offset +
-                static_cast<std::int64_t>(of[i].position % kv.page_tokens) * kv.row_bytes;
-    }
-  };
+/// Where K and V are recorded.
+std::vector<KvPlace> Capture::Impl::kv_places(std::span<const LayerKv> layers) const {
+  std::vector<KvPlace> places;
   for (std::size_t l = 0; l < layers.size(); ++l) {
     for (const Site site : {Site::kK, Site::kV}) {
       const Place place = {Layer{static_cast<std::int32_t>(l)}, site};
       const kernels::PagedKv& kv = site == Site::kK ? layers[l].k : layers[l].v;
       if (!kv.rule.quantizes()) continue;
-      if (const Encoding kept = agreement.encoding(place); kept != Encoding::kNone) {
-        locate(keys, pages, kv);
-        append_rows(keys, rows, place, kept);
-      }
-      if (audit_keys.empty() || !audits(place)) continue;
-      locate(audit_keys, audit_pages, kv);
-      append_rows(audit_keys, rows, place, Encoding::kCodes);
+      const auto add = [&](Encoding encoding, bool of_audits) {
+        places.push_back({.place = place,
+                          .layout = agreement.layout(place, encoding),
+                          .offset = kv.offset,
+                          .row_bytes = kv.row_bytes,
+                          .wide = kv.rule.is_wide(),
+                          .audits = of_audits});
+      };
+      if (const Encoding kept = agreement.encoding(place); kept != Encoding::kNone)
+        add(kept, false);
+      if (audits(place)) add(Encoding::kCodes, true);
     }
   }
+  return places;
 }
 
-void Capture::close(std::span<const Held> spans, KvCache& cache) {
+void Capture::close(std::span<const Held> spans, const KvCache& cache) {
   if (impl_->sink == nullptr || spans.empty()) return;
   std::size_t sealed = 0;
   try {
@@ -279,33 +234,14 @@ void Capture::Impl::give_up(const Span& span) {
   }
 }
 
-void Capture::Impl::append_kv(std::span<const Held> spans, KvCache& cache) {
-  std::vector<TokenKey> keys;
-  std::vector<std::size_t> page_of;  // of each key, in `wanted`
-  std::vector<const std::byte*> wanted, pages;
-  const auto leave = [&] {
-    if (keys.empty()) return;
-    const std::span<const std::byte* const> there = cache.read(wanted);
-    pages.resize(keys.size());
-    for (std::size_t i = 0; i < keys.size(); ++i) pages[i] = there[page_of[i]];
-    append_pages(keys, pages, cache.layers());
-    keys.clear();
-    page_of.clear();
-    wanted.clear();
-  };
-  const bool reads = reads_pages(cache.layers());
-  for (const Held& held : spans) {
-    for (std::int32_t i = 0; reads && i < held.span.count; ++i) {
-      const TokenKey key = {held.span.id, held.span.first + i};
-      if (i == 0 || key.position % cache.page_tokens() == 0) {
-        if (std::ssize(wanted) == cache.pages_at_once()) leave();
-        wanted.push_back(held.pages[static_cast<std::size_t>(key.position / cache.page_tokens())]);
-      }
-      keys.push_back(key);
-      page_of.push_back(wanted.size() - 1);
-    }
+void Capture::Impl::append_kv(std::span<const Held> spans, const KvCache& cache) {
+  if (!kv) {
+    kv.emplace(
+        kv_places(cache.layers()), cache.page_tokens(),
+        [this](TokenKey key) { return audited(key); }, at.device, at.stream,
+        at.on_cuda() ? kKvBatchOnCuda : kKvBatch);
   }
-  leave();
+  kv->hand_on(spans, *sink);
 }
 
 }  // namespace lockstep::rollout

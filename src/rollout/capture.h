@@ -10,6 +10,7 @@
 #include "device/view.h"
 #include "record/agreement.h"
 #include "record/trace.h"
+#include "rollout/kv_records.h"
 #include "rollout/pass.h"
 
 namespace lockstep::rollout {
@@ -69,17 +70,11 @@ class Capture {
   /// Where two passes differ in it, one cannot be repeated for the other.
   std::array<std::int64_t, 3> shape() const;
 
-  /// Rows of a span in the cache: `pages` [..] by position, where each page's bytes lie now, on the
-  /// device or swapped out.
-  struct Held {
-    Span span;
-    std::vector<const std::byte*> pages;
-  };
+  using Held = HeldSpan;
 
-  /// Leaves the K and V records of finished spans, all at once or as many pages as the cache lets
-  /// the host read at once, and seals them. Of no spans it does nothing. Where it throws, those
-  /// that were not sealed yet are sealed without any record.
-  void close(std::span<const Held> spans, KvCache& cache);
+  /// Leaves the K and V records of finished spans and seals them. Of no spans it does nothing.
+  /// Where it throws, those that were not sealed yet are sealed without any record.
+  void close(std::span<const Held> spans, const KvCache& cache);
 
  private:
   struct Impl;

@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::int64_t kPlaneAlignment = 64;
 constexpr std::int64_t kSlabSlots = 32;  // to pin memory is dear, however little it is
-constexpr std::int64_t kReadBytes = 64 << 20;
 
 std::int32_t row_bytes(const Agreement& agreement, const Quantizer& rule) {
   const std::int32_t width = agreement.model.kv_width();
@@ -293,36 +292,6 @@ void KvCache::exchange(Page leaves, Page comes) {
 const std::byte* KvCache::bytes(Page page) const {
   const Entry& entry = at(page);
   return entry.frame >= 0 ? frame_bytes(entry.frame) : host_bytes(entry.host);
-}
-
-std::int64_t KvCache::pages_at_once() const {
-  if (device_.kind == Device::Kind::kCpu) return INT64_MAX;
-  return std::clamp<std::int64_t>(kReadBytes / page_bytes_, 1, frames());
-}
-
-std::span<const std::byte* const> KvCache::read(std::span<const std::byte* const> pages) {
-  if (device_.kind == Device::Kind::kCpu) return pages;
-  assert(std::ssize(pages) <= pages_at_once());
-  if (staging_.bytes() == 0) staging_ = PinnedBuffer(pages_at_once() * page_bytes_, device_);
-  const std::byte* const end = pool_.as<>() + pool_.bytes();
-  const auto on_device = [&](const std::byte* page) { return page >= pool_.as<>() && page < end; };
-  staged_.assign(pages.begin(), pages.end());
-  std::byte* to = staging_.as<>();
-  for (std::size_t i = 0; i < pages.size();) {
-    if (!on_device(pages[i])) {  // its way there may not have ended: the wait below is for it too
-      ++i;
-      continue;
-    }
-    const std::byte* const from = pages[i];
-    std::int64_t bytes = 0;
-    for (; i < pages.size() && pages[i] == from + bytes; ++i, bytes += page_bytes_) {
-      staged_[i] = to + bytes;
-    }
-    copy_bytes(to, {}, from, device_, bytes, stream_);
-    to += bytes;
-  }
-  synchronize(device_, stream_);
-  return staged_;
 }
 
 KvCache::Key KvCache::key(std::uint64_t parent, std::span<const Token> tokens,

@@ -80,12 +80,6 @@ class KvCache {
   /// Where they lie: on the device, or on_host().
   const std::byte* bytes(Page page) const;
 
-  /// The same bytes where the host can read them, of pages as bytes() told them; as they are now,
-  /// there until the next call. Of a CUDA device's at most pages_at_once(), copied in few pieces
-  /// that the call waits for.
-  std::span<const std::byte* const> read(std::span<const std::byte* const> pages);
-  std::int64_t pages_at_once() const;
-
   /// Takes note of the full pages among `pages`, which hold `tokens`, under the names in `tags`
   /// (one a token): whose records these rows have, or 0 where it does not matter.
   void remember(std::span<const Page> pages, std::span<const Token> tokens,
@@ -153,8 +147,6 @@ class KvCache {
   std::vector<std::byte*> slots_;
   std::int32_t spare_ = -1;  // a slot beyond host_count_, for an exchange
   std::vector<std::int32_t> free_host_;
-  PinnedBuffer staging_;  // what read() brought
-  std::vector<const std::byte*> staged_;
   std::vector<Entry> entries_;
   std::vector<Page> free_entries_;
   std::map<Key, Page> index_;

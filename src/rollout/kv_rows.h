@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
+#include "device/view.h"
 #include "numerics/row.h"
 
 namespace lockstep::rollout {
@@ -16,5 +18,30 @@ namespace lockstep::rollout {
 /// 0 and no exponents.
 /// `wide`: a code is a byte, of E4M3; kCodes8 then.
 void record_from_row(const std::byte* row, const RowLayout& layout, bool wide, std::byte* out);
+
+/// Where a token's rows lie in the cache.
+struct PageSlot {
+  const std::byte* page = nullptr;
+  std::int64_t slot = 0;  // its row among a page's
+};
+
+/// The records of some tokens at one place.
+struct KvRows {
+  std::int64_t offset = 0;     // of the place's rows within a page
+  std::int64_t row_bytes = 0;  // from one slot to the next
+  RowLayout layout{};
+  bool wide = false;
+  std::int64_t first = 0, count = 0;  // tokens, among the slots
+  std::int64_t to = 0;                // where their records begin, a token's layout.bytes() each
+};
+
+/// record_from_row() of each token, into what lies at `out`. All of it lies where the pages do, or
+/// in pinned memory; work on a CUDA device is not waited for. `most_bytes`: of the largest of them.
+void records_from_pages(std::span<const PageSlot> slots, std::span<const KvRows> all,
+                        std::int64_t most_bytes, std::byte* out, Device device, Stream stream);
+
+/// Behind it; defined where there is a CUDA compiler.
+void records_from_pages_cuda(std::span<const PageSlot> slots, std::span<const KvRows> all,
+                             std::int64_t most_bytes, std::byte* out, Device device, Stream stream);
 
 }  // namespace lockstep::rollout
