@@ -1,6 +1,7 @@
 #include "rollout/capture_device.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "kernels/dense/elementwise.h"
@@ -122,24 +123,25 @@ void DeviceCapture::take_numbers(Place place, TensorView<const Bf16, 2> x) {
 void DeviceCapture::take_audits(Place place, const PackedView<const std::uint8_t>& codes) {
   const Kept* kept = find(Form::kAudits, place);
   if (kept == nullptr) return;
-  const auto gather = [&](const TensorView<const std::uint8_t, 2>& from, std::int64_t offset) {
-    kernels::gather_rows(from, upload_.get<std::int32_t>(audit_index_),
-                         {reinterpret_cast<std::uint8_t*>(there_ + offset),
-                          {kept->rows, from.shape[1]},
-                          {from.shape[1], 1},
-                          at_->device},
-                         at_->stream);
+  const std::int64_t slots = kept->wanted->slots;
+  std::array<kernels::GatherArgs, 3> all{};
+  std::size_t count = 0;
+  const auto gather = [&](const TensorView<const std::uint8_t, 2>& rows, std::int64_t offset) {
+    const TensorView<const std::uint8_t, 2> from = by_token(rows, slots);
+    const std::int64_t cols = from.shape[1];
+    auto* const to = reinterpret_cast<std::uint8_t*>(there_ + offset);
+    all[count++] = {from, {to, {kept->rows, cols}, {cols, 1}, at_->device}};
   };
-  gather(by_token(codes.codes, kept->wanted->slots), kept->offset);
-  if (kept->wanted->scale_bytes > 0)
-    gather(by_token(codes.scales, kept->wanted->slots), kept->scales);
+  gather(codes.codes, kept->offset);
+  if (kept->wanted->scale_bytes > 0) gather(codes.scales, kept->scales);
   constexpr std::int64_t kFloat = sizeof(float);
-  gather(by_token({reinterpret_cast<const std::uint8_t*>(codes.global.data),
-                   {codes.codes.shape[0], kFloat},
-                   {kFloat, 1},
-                   at_->device},
-                  kept->wanted->slots),
+  gather({reinterpret_cast<const std::uint8_t*>(codes.global.data),
+          {codes.codes.shape[0], kFloat},
+          {kFloat, 1},
+          at_->device},
          kept->global);
+  kernels::gather_rows(std::span(all).first(count), upload_.get<std::int32_t>(audit_index_),
+                       at_->stream);
 }
 
 void DeviceCapture::send() {

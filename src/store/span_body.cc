@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <new>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -10,79 +11,87 @@
 namespace lockstep::store {
 
 void Column::begin_run(std::int32_t position) {
-  end_run();
-  runs_.push_back({position, 0, rows_});
+  if (rows_ > 0) {
+    end_run();
+    runs_.push_back(run_);
+  }
+  run_ = {position, 0, rows_};
 }
 
-void Column::end_run() {
-  if (!runs_.empty()) runs_.back().count = end_ - runs_.back().position;
-}
+void Column::end_run() { run_.count = end_ - run_.position; }
 
 /// For `wanted` rows that come now, or for as many as may come one by one.
 void Column::add_piece(std::int64_t wanted) {
   // By an eighth: what is promised to a store counts rows, what it holds counts this.
   const std::int64_t most = std::max<std::int64_t>(kPieceBytes / row_bytes_, kLeastPiece);
   const std::int64_t more =
-      pieces_.empty() ? first_piece_ : std::clamp<std::int64_t>(rows_ / 8, kLeastPiece, most);
+      first_ == nullptr ? first_rows_ : std::clamp<std::int64_t>(rows_ / 8, kLeastPiece, most);
   const std::int64_t count = std::max(wanted, more);
   auto* const bytes = static_cast<std::byte*>(std::malloc(row_offset(count, row_bytes_)));
   if (bytes == nullptr) throw std::bad_alloc();
-  pieces_.push_back({rows_, {bytes, {}}});
+  Bytes piece(bytes);
+  if (first_ == nullptr) {
+    first_ = std::move(piece);
+  } else {
+    pieces_.push_back({rows_, std::move(piece)});
+  }
   next_ = bytes;
   left_ = static_cast<std::int32_t>(count);
-  capacity_ += count;
 }
 
 void Column::truncate(std::int32_t position) {
+  if (rows_ == 0) return;
+  const std::int64_t capacity = rows_ + left_;
   end_run();
-  while (!runs_.empty() && runs_.back().position >= position) {
-    rows_ -= runs_.back().count;
+  while (run_.position >= position && !runs_.empty()) {
+    run_ = runs_.back();
     runs_.pop_back();
   }
-  if (!runs_.empty()) {
-    Run& last = runs_.back();
-    const std::int32_t kept = std::min(last.count, position - last.position);
-    rows_ -= last.count - kept;
-    last.count = kept;
-  }
-  end_ = runs_.empty() ? 0 : runs_.back().position + runs_.back().count;
-  while (!pieces_.empty() && pieces_.back().row >= rows_) {
-    capacity_ = pieces_.back().row;  // full pieces come before the last
+  run_.count = std::clamp(position - run_.position, 0, run_.count);
+  rows_ = run_.row + run_.count;
+  end_ = rows_ == 0 ? 0 : run_.position + run_.count;
+  std::int64_t kept = capacity;  // of it, in the pieces that stay
+  while (!pieces_.empty() && last_piece() >= rows_) {
+    kept = last_piece();
     pieces_.pop_back();
   }
-  const std::int64_t in_last = pieces_.empty() ? 0 : rows_ - pieces_.back().row;
-  next_ = pieces_.empty() ? nullptr : pieces_.back().bytes.get() + row_offset(in_last, row_bytes_);
-  left_ = static_cast<std::int32_t>(capacity_ - rows_);
+  if (rows_ == 0) {
+    kept = 0;
+    first_.reset();
+  }
+  next_ = rows_ == 0 ? nullptr : last_bytes().get() + row_offset(rows_ - last_piece(), row_bytes_);
+  left_ = static_cast<std::int32_t>(kept - rows_);
 }
 
 void Column::close() {
+  if (rows_ == 0) return;
   end_run();
-  if (left_ > 0) {
-    Piece& last = pieces_.back();
-    void* const less = std::realloc(last.bytes.get(), row_offset(rows_ - last.row, row_bytes_));
-    if (less == nullptr) throw std::bad_alloc();
-    static_cast<void>(last.bytes.release());
-    last.bytes.reset(static_cast<std::byte*>(less));
-    next_ = nullptr;
-    left_ = 0;
-    capacity_ = rows_;
-  }
-  runs_.shrink_to_fit();
+  if (!runs_.empty()) runs_.push_back(run_);
+  if (left_ == 0) return;
+  Bytes& last = last_bytes();
+  void* const less = std::realloc(last.get(), row_offset(rows_ - last_piece(), row_bytes_));
+  if (less == nullptr) throw std::bad_alloc();
+  static_cast<void>(last.release());
+  last.reset(static_cast<std::byte*>(less));
+  next_ = nullptr;
+  left_ = 0;
 }
 
 void Column::copy(std::int64_t row, std::int64_t count, std::byte* out) const {
-  auto piece = std::prev(std::partition_point(pieces_.begin(), pieces_.end(),
-                                              [row](const Piece& p) { return p.row <= row; }));
-  while (count > 0) {
-    const auto next = std::next(piece);
+  auto next = std::partition_point(pieces_.begin(), pieces_.end(),
+                                   [row](const Piece& p) { return p.row <= row; });
+  const std::byte* bytes = next == pieces_.begin() ? first_.get() : std::prev(next)->bytes.get();
+  std::int64_t begin = next == pieces_.begin() ? 0 : std::prev(next)->row;
+  while (true) {
     const std::int64_t end = next == pieces_.end() ? rows_ : next->row;
     const std::int64_t n = std::min(count, end - row);
-    std::memcpy(out, piece->bytes.get() + row_offset(row - piece->row, row_bytes_),
-                row_offset(n, row_bytes_));
+    std::memcpy(out, bytes + row_offset(row - begin, row_bytes_), row_offset(n, row_bytes_));
+    count -= n;
+    if (count <= 0) return;
     out += row_offset(n, row_bytes_);
     row += n;
-    count -= n;
-    piece = next;
+    begin = next->row;
+    bytes = next++->bytes.get();
   }
 }
 

@@ -57,7 +57,7 @@ class alignas(64) Column {
   /// `stagger`, any number: columns that differ in it ask for memory at different rows.
   Column(Place place, RowLayout layout, std::size_t stagger = 0)
       : row_bytes_(layout.bytes()),
-        first_piece_(1 + static_cast<std::int32_t>(stagger % kLeastPiece)),
+        first_rows_(1 + static_cast<std::int32_t>(stagger % kLeastPiece)),
         place_(place),
         layout_(layout) {}
 
@@ -68,7 +68,7 @@ class alignas(64) Column {
   std::int64_t rows() const { return rows_; }
   std::int32_t end() const { return end_; }  // past the last position, 0 when empty
   std::int64_t bytes() const { return rows_ * row_bytes_; }
-  std::int64_t capacity_bytes() const { return capacity_ * row_bytes_; }
+  std::int64_t capacity_bytes() const { return (rows_ + left_) * row_bytes_; }
 
   /// Makes room for `count` rows of consecutive positions, which the caller fills before anybody
   /// reads: put(to, first, n) tells where n of them go, from the first-th on. Requires
@@ -103,7 +103,9 @@ class alignas(64) Column {
   void close();
 
   /// Once it is closed.
-  std::span<const Run> runs() const { return runs_; }
+  std::span<const Run> runs() const {
+    return runs_.empty() ? std::span(&run_, rows_ > 0 ? 1 : 0) : std::span<const Run>(runs_);
+  }
   /// Copies rows [row, row + count) to `out`.
   void copy(std::int64_t row, std::int64_t count, std::byte* out) const;
 
@@ -114,28 +116,33 @@ class alignas(64) Column {
   struct Free {
     void operator()(std::byte* p) const { std::free(p); }
   };
+  using Bytes = std::unique_ptr<std::byte, Free>;
   struct Piece {
     std::int64_t row = 0;  // index of its first
-    std::unique_ptr<std::byte, Free> bytes;
+    Bytes bytes;
   };
 
   void begin_run(std::int32_t position);
   void end_run();
   void add_piece(std::int64_t wanted);
+  std::int64_t last_piece() const { return pieces_.empty() ? 0 : pieces_.back().row; }
+  Bytes& last_bytes() { return pieces_.empty() ? first_ : pieces_.back().bytes; }
 
-  // What a one-row append touches comes first.
+  // What a one-row append touches comes first. Most columns have one run, and many one piece.
   std::byte* next_ = nullptr;  // where the next row goes
   std::int64_t rows_ = 0;
-  std::int32_t left_ = 0;  // rows that the last piece still takes
+  std::int32_t left_ = 0;  // rows that the last piece still takes; those before it are full
   std::int32_t end_ = 0;
   std::int32_t row_bytes_ = 0;
-  std::int32_t first_piece_ = 0;
+  std::int32_t first_rows_ = 0;  // that the first piece takes
   Place place_{};
   RowLayout layout_{};
-  std::int64_t capacity_ = 0;  // in rows
-  std::vector<Run> runs_;      // the last one's count is known when another begins, or at the end
-  std::vector<Piece> pieces_;
+  Run run_;                // the last; its count is known when another begins, or at the end
+  std::vector<Run> runs_;  // those before it, and itself once the column is closed; none: it alone
+  Bytes first_;            // the first piece
+  std::vector<Piece> pieces_;  // the others
 };
+static_assert(sizeof(void*) != 8 || sizeof(Column) == 128);
 
 /// Numbers the columns of a store densely, so that a hot path finds one without a search.
 class Schema {

@@ -212,6 +212,36 @@ TEST_P(DenseOn, ManyRowsAreCombinedAndGatheredAlike) {
   }
 }
 
+// Widths whose common words are of 16, 4, 2 bytes and one.
+TEST_P(DenseOn, RowsOfSeveralWidthsAreGatheredAtOnce) {
+  for (const std::vector<std::int64_t>& widths :
+       {std::vector<std::int64_t>{512, 64, 16}, {512, 64, 4}, {30, 2}, {7, 64, 1, 5000}}) {
+    const std::vector<std::int32_t> index = {2, 0, 2, 1, 1};
+    expect_same([&](Device device) {
+      std::vector<GatherArgs> all;
+      std::vector<decltype(matrix(std::vector<std::uint8_t>(), 1, device))> kept;
+      for (const std::int64_t cols : widths) {
+        std::vector<std::uint8_t> table;
+        for (std::int64_t i = 0; i < 3 * cols; ++i) {
+          table.push_back(static_cast<std::uint8_t>(i * 7 + cols));
+        }
+        kept.push_back(matrix(table, 3, device));
+        kept.push_back(
+            matrix(std::vector<std::uint8_t>(static_cast<std::size_t>(5 * cols)), 5, device));
+        all.push_back({kept[kept.size() - 2].view(), kept.back().view()});
+      }
+      const auto rows_wanted = matrix(index, 1, device);
+      gather_rows(all, rows_wanted.span(), {});
+      std::vector<std::uint8_t> got;
+      for (std::size_t i = 1; i < kept.size(); i += 2) {
+        const auto rows = kept[i].host();
+        got.insert(got.end(), rows.begin(), rows.end());
+      }
+      return got;
+    });
+  }
+}
+
 TEST_P(DenseOn, BytesAreGatheredAndFloatsLookedAt) {
   for (const std::int64_t cols : {1, 6, 64, 70000}) {
     std::vector<std::uint8_t> table;

@@ -132,20 +132,36 @@ void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> i
 
 void gather_rows(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
                  TensorView<std::uint8_t, 2> to, Stream stream) {
+  const GatherArgs args = {from, to};
+  gather_rows({&args, 1}, index, stream);
+}
+
+void gather_rows(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
+                 Stream stream) {
+  if (all.empty()) return;
+  if (all.size() > kMostGathers) throw Error("gather_rows: more than kMostGathers at once");
   const auto rows = static_cast<std::int64_t>(index.size());
-  const std::int64_t cols = from.shape[1];
-  require_shape("gather_rows", "from", from, from.shape[0], cols, from.device);
-  require_shape("gather_rows", "to", to, rows, cols, from.device);
-  if (on_cuda("gather_rows", from.device)) {
-    if constexpr (build::has_cuda) return gather_rows_cuda(from, index, to, stream);
+  const Device device = all[0].from.device;
+  for (const auto& [from, to] : all) {
+    require_shape("gather_rows", "from", from, from.shape[0], from.shape[1], device);
+    require_shape("gather_rows", "to", to, rows, from.shape[1], device);
   }
-  parallel_for(rows, grain(cols, 1 << 18), [&](std::int64_t first, std::int64_t end) {
-    for (; first < end; ++first) {
-      const std::int64_t row = index[static_cast<std::size_t>(first)];
-      std::memcpy(to.data + first * to.stride[0], from.data + row * from.stride[0],
-                  static_cast<std::size_t>(cols));
+  if (on_cuda("gather_rows", device)) {
+    if constexpr (build::has_cuda) {
+      if (all.size() > 1) return gather_all_cuda(all, index, stream);
+      return gather_rows_cuda(all[0].from, index, all[0].to, stream);
     }
-  });
+  }
+  for (const auto& [from, to] : all) {
+    const std::int64_t cols = from.shape[1];
+    parallel_for(rows, grain(cols, 1 << 18), [&](std::int64_t first, std::int64_t end) {
+      for (; first < end; ++first) {
+        const std::int64_t row = index[static_cast<std::size_t>(first)];
+        std::memcpy(to.data + first * to.stride[0], from.data + row * from.stride[0],
+                    static_cast<std::size_t>(cols));
+      }
+    });
+  }
 }
 
 void drift_noise(const DriftNoiseArgs& args, Stream stream) {

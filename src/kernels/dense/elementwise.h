@@ -37,6 +37,16 @@ void gather_rows(TensorView<const Bf16, 2> from, std::span<const std::int32_t> i
 void gather_rows(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
                  TensorView<std::uint8_t, 2> to, Stream stream = {});
 
+struct GatherArgs {
+  TensorView<const std::uint8_t, 2> from;
+  TensorView<std::uint8_t, 2> to;
+};
+
+/// Up to kMostGathers of one index, in one launch.
+inline constexpr std::size_t kMostGathers = 4;
+void gather_rows(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
+                 Stream stream);
+
 struct DriftNoiseArgs {
   TensorView<Bf16, 2> x;  // [rows, cols] in place
   float sigma = 0.0f;

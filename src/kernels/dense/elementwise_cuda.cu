@@ -182,6 +182,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+struct Gather {
+  const std::uint8_t* from;
+  std::uint8_t* to;
+  std::int64_t from_stride;
+  std::int64_t to_stride;
+  std::int32_t cols;
+};
+
+struct GatherAllParams {
+  Gather all[kMostGathers];
+  const std::int32_t* index;
+  std::int64_t rows;
+};
+
+/// Blocks of one y have one gather. Words that the rows of all of them consist of.
+template <typename Word>
+__global__ void __launch_bounds__(kThreads)
+    gather_all_kernel(const __grid_constant__ GatherAllParams p) {
+  constexpr int kWidth = sizeof(Word);
+  cuda::take_turn();
+  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (row >= p.rows) return;
+  const Gather& g = p.all[blockIdx.y];
+  const std::uint8_t* const from = g.from + p.index[row] * g.from_stride;
+  std::uint8_t* const to = g.to + row * g.to_stride;
+  const int step = static_cast<int>(blockDim.x) * kWidth;
+  for (int i = static_cast<int>(threadIdx.x) * kWidth; i < g.cols; i += step) {
+    *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
+  }
+}
+
 struct FloatParams {
   const float* x;
   std::int32_t* bad;
@@ -336,6 +367,36 @@ void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const st
   const auto blocks = static_cast<unsigned>((index.size() + down - 1) / down);
   kernel<<<blocks, dim3(across, down), 0, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("gather_kernel");
+}
+
+void gather_all_cuda(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
+                     Stream stream) {
+  GatherAllParams params{};
+  params.index = index.data();
+  params.rows = std::ssize(index);
+  std::uintptr_t at = 0;
+  std::int32_t most = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto& [from, to] = all[i];
+    const auto cols = static_cast<std::int32_t>(from.shape[1]);
+    params.all[i] = {from.data, to.data, from.stride[0], to.stride[0], cols};
+    at |= reinterpret_cast<std::uintptr_t>(from.data) | reinterpret_cast<std::uintptr_t>(to.data) |
+          static_cast<std::uintptr_t>(from.stride[0] | to.stride[0] | cols);
+    most = std::max(most, cols);
+  }
+  if (params.rows == 0 || most == 0) return;
+  const cuda::OnDevice scope(all[0].from.device.index);
+  const auto kernel = at % 16 == 0  ? gather_all_kernel<uint4>
+                      : at % 4 == 0 ? gather_all_kernel<std::uint32_t>
+                      : at % 2 == 0 ? gather_all_kernel<std::uint16_t>
+                                    : gather_all_kernel<std::uint8_t>;
+  const int words = most / (at % 16 == 0 ? 16 : at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1);
+  unsigned across = kThreads;  // threads of a row; the others have further rows
+  while (across > 8 && static_cast<int>(across) / 2 >= words) across /= 2;
+  const unsigned down = kThreads / across;
+  const dim3 grid(static_cast<unsigned>((index.size() + down - 1) / down),
+                  static_cast<unsigned>(all.size()));
+  cuda::launch_beside("gather_all_kernel", kernel, grid, dim3(across, down), 0, stream, params);
 }
 
 void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream) {

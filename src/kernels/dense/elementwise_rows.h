@@ -153,6 +153,8 @@ void first_nonfinite_cuda(TensorView<const float, 2> x, std::int32_t* bad, Strea
 void combine_cuda(const CombineArgs& args, Stream stream);
 void gather_rows_cuda(TensorView<const std::uint8_t, 2> from, std::span<const std::int32_t> index,
                       TensorView<std::uint8_t, 2> to, Stream stream);
+void gather_all_cuda(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
+                     Stream stream);
 void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels
