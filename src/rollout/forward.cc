@@ -222,6 +222,7 @@ void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> of,
                         std::span<const Bf16> norm) {
   std::int32_t* const bad = checks.cell(layer, check);
   const bool attended = check == Check::kAttention;
+  std::int32_t* const bad_x = attended ? checks.cell(layer, Check::kW13In) : nullptr;
   kernels::add_norm(
       {.x = of,
        .h = h(),
@@ -233,9 +234,11 @@ void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> of,
        .site = static_cast<std::uint32_t>(layer) * 2 + (attended ? kAfterAttention : kAfterExperts),
        .weight = norm,
        .eps = agreement.model.rms_eps,
-       .y = x()},
+       .y = x(),
+       .bad_y = bad_x},
       at.stream);
   checks.look(bad);
+  if (bad_x != nullptr) checks.look(bad_x);
 }
 
 TensorView<float, 2> Forward::Impl::logits() {

@@ -104,10 +104,7 @@ void ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weig
                          TensorView<Bf16, 2> out) {
   const std::int64_t rows = pass.rows();
   const std::int64_t items = rows * slots_;
-  std::int32_t* const bad_in = checks.cell(layer.value, Check::kW13In);
   std::int32_t* const bad_w2 = checks.cell(layer.value, Check::kW2In);
-  kernels::first_nonfinite(x, bad_in, at_->stream);
-  checks.look(bad_in);
   route(pass, layer, weights, x, capture);
 
   SiteInput site{.x = x, .rule = agreement_.rule(Site::kW13In), .codes = {}, .residual = {}};
@@ -167,7 +164,8 @@ void ForwardExperts::one_op(const Pass& pass, Layer layer, const LayerWeights& w
                      .w2_in = w2_in,
                      .y = down_.view(items, d_),
                      .out = out,
-                     .bad = bad},
+                     .bad = bad,
+                     .settled = true},  // by quantize(), which waited for dispatch()
                     at_->stream);
   capture.activations(pass, layer, Site::kW2In, {}, w2_in);
 }

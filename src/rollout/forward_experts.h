@@ -36,8 +36,8 @@ class ForwardExperts {
  public:
   ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at);
 
-  /// out = the combined output for `x` [n, D], BF16, normalized. Records go to `capture`, rows that
-  /// are not finite to `checks`.
+  /// out = the combined output for `x` [n, D], BF16, normalized and finite. Records go to
+  /// `capture`, rows with operands of W2 that are not finite to `checks`.
   void run(const Pass& pass, Layer layer, const LayerWeights& weights, TensorView<const Bf16, 2> x,
            Capture& capture, const PassChecks& checks, TensorView<Bf16, 2> out);
 

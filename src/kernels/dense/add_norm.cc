@@ -35,6 +35,7 @@ void add_norm(const AddNormArgs& args, Stream stream) {
   residual_add(args.x, args.h, args.bad, stream);
   if (args.weight.empty()) return;
   rms_norm({.x = args.h, .weight = args.weight, .eps = args.eps, .y = args.y}, stream);
+  if (args.bad_y != nullptr) first_nonfinite(args.y, args.bad_y, stream);
 }
 
 }  // namespace lockstep::kernels

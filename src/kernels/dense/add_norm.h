@@ -23,12 +23,13 @@ struct AddNormArgs {
   // Of rms_norm() of h afterwards; an empty weight: none.
   std::span<const Bf16> weight{};  // [cols]
   float eps = 1e-6f;
-  TensorView<Bf16, 2> y{};  // [rows, cols]
+  TensorView<Bf16, 2> y{};        // [rows, cols]
+  std::int32_t* bad_y = nullptr;  // of first_nonfinite() of y; nullptr: nobody asks
 };
 
-/// drift_noise() of x, residual_add() of it to h and rms_norm() of h: the same bits everywhere. On
-/// a CUDA device one launch where rows are even and lie at words. Throws Error naming what is
-/// wrong.
+/// drift_noise() of x, residual_add() of it to h, rms_norm() of h and first_nonfinite() of that:
+/// the same bits everywhere. On a CUDA device one launch where rows are even and lie at words.
+/// Throws Error naming what is wrong.
 void add_norm(const AddNormArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

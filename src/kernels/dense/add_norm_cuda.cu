@@ -18,6 +18,7 @@ struct AddNormParams {
   Bf16* y;
   const Bf16* weight;  // or null
   std::int32_t* bad;
+  std::int32_t* bad_y;  // or null
   const std::uint64_t* streams;
   const std::int32_t* positions;
   std::uint64_t seed;
@@ -103,13 +104,87 @@ __global__ void __launch_bounds__(kThreads)
   const float inverse =
       inverse_rms(squares_of(own_h, p.cols, squares_of_h), static_cast<float>(p.cols), p.eps);
   Bf16* const y = p.y + blockIdx.x * p.y_stride;
+  bool bad_y = false;
   for (int i = first; i < p.cols; i += step) {
     const std::uint32_t value = pair_at(own_h, i), weight = pair_at(p.weight, i);
     const std::uint32_t normal =
         to_bf16_pair(__fmul_rn(low_of(value), inverse), __fmul_rn(high_of(value), inverse));
-    pair_at(y, i) = to_bf16_pair(__fmul_rn(low_of(normal), low_of(weight)),
-                                 __fmul_rn(high_of(normal), high_of(weight)));
+    const std::uint32_t out = to_bf16_pair(__fmul_rn(low_of(normal), low_of(weight)),
+                                           __fmul_rn(high_of(normal), high_of(weight)));
+    pair_at(y, i) = out;
+    bad_y |= (out & 0x7F800000u) == 0x7F800000u || (out & 0x7F80u) == 0x7F80u;
   }
+  if (p.bad_y == nullptr) return;
+  if (__syncthreads_or(bad_y) != 0 && threadIdx.x == 0) {
+    atomicMin(p.bad_y, static_cast<std::int32_t>(blockIdx.x));
+  }
+}
+
+__device__ std::uint32_t sum_of(std::uint32_t a, std::uint32_t b) {
+  return to_bf16_pair(__fadd_rn(low_of(a), low_of(b)), __fadd_rn(high_of(a), high_of(b)));
+}
+__device__ std::uint32_t norm_of(std::uint32_t value, float inverse, std::uint32_t weight) {
+  const std::uint32_t normal =
+      to_bf16_pair(__fmul_rn(low_of(value), inverse), __fmul_rn(high_of(value), inverse));
+  return to_bf16_pair(__fmul_rn(low_of(normal), low_of(weight)),
+                      __fmul_rn(high_of(normal), high_of(weight)));
+}
+__device__ bool is_bad(std::uint32_t pair) {
+  return (pair & 0x7F800000u) == 0x7F800000u || (pair & 0x7F80u) == 0x7F80u;
+}
+__device__ bool is_bad(const uint4& x) {
+  return is_bad(x.x) || is_bad(x.y) || is_bad(x.z) || is_bad(x.w);
+}
+__device__ uint4& eight_at(Bf16* row, int i) { return *reinterpret_cast<uint4*>(row + i); }
+__device__ const uint4& eight_at(const Bf16* row, int i) {
+  return *reinterpret_cast<const uint4*>(row + i);
+}
+
+/// The same without drift, a thread eight elements, so that most rows are one trip to memory.
+__global__ void __launch_bounds__(kThreads)
+    add_norm_wide_kernel(const __grid_constant__ AddNormParams p) {
+  cuda::take_turn();
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ float squares;
+  Bf16* const own = reinterpret_cast<Bf16*>(shared);
+  const Bf16* const x = p.x + blockIdx.x * p.x_stride;
+  Bf16* const h = p.h + blockIdx.x * p.h_stride;
+  const int first = 8 * static_cast<int>(threadIdx.x);
+  const int step = 8 * static_cast<int>(blockDim.x);
+  const auto row = static_cast<std::int32_t>(blockIdx.x);
+  uint4 weight{};  // of the thread's last eight
+  bool bad = false;
+  for (int i = first; i < p.cols; i += step) {
+    if (p.weight != nullptr) weight = eight_at(p.weight, i);
+    const uint4 a = eight_at(h, i), b = eight_at(x, i);
+    const uint4 sum = {sum_of(a.x, b.x), sum_of(a.y, b.y), sum_of(a.z, b.z), sum_of(a.w, b.w)};
+    eight_at(h, i) = sum;
+    eight_at(own, i) = sum;
+    bad |= is_bad(sum);
+  }
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) atomicMin(p.bad, row);
+  if (p.weight == nullptr) return;
+  const float inverse =
+      inverse_rms(squares_of(own, p.cols, squares), static_cast<float>(p.cols), p.eps);
+  Bf16* const y = p.y + blockIdx.x * p.y_stride;
+  bad = false;
+  for (int i = first; i < p.cols; i += step) {
+    const uint4 value = eight_at(own, i);
+    if (p.cols > step) weight = eight_at(p.weight, i);
+    const uint4 out = {norm_of(value.x, inverse, weight.x), norm_of(value.y, inverse, weight.y),
+                       norm_of(value.z, inverse, weight.z), norm_of(value.w, inverse, weight.w)};
+    eight_at(y, i) = out;
+    bad |= is_bad(out);
+  }
+  if (p.bad_y == nullptr) return;
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) atomicMin(p.bad_y, row);
+}
+
+bool is_wide(const AddNormParams& p) {
+  const auto at = reinterpret_cast<std::uintptr_t>(p.x) | reinterpret_cast<std::uintptr_t>(p.h) |
+                  reinterpret_cast<std::uintptr_t>(p.y) |
+                  reinterpret_cast<std::uintptr_t>(p.weight);
+  return at % 16 == 0 && (p.x_stride | p.h_stride | p.y_stride | p.cols) % 8 == 0;
 }
 
 bool at_words(const void* data, std::int64_t stride) {
@@ -137,6 +212,7 @@ bool add_norm_cuda(const AddNormArgs& args, Stream stream) {
                              .y = args.y.data,
                              .weight = norms ? args.weight.data() : nullptr,
                              .bad = args.bad,
+                             .bad_y = args.bad_y,
                              .streams = args.streams.data(),
                              .positions = args.positions.data(),
                              .seed = args.seed,
@@ -147,9 +223,12 @@ bool add_norm_cuda(const AddNormArgs& args, Stream stream) {
                              .site = args.site,
                              .sigma = args.sigma,
                              .eps = args.eps};
-  const auto kernel = drifts ? add_norm_kernel<true> : add_norm_kernel<false>;
-  const auto threads =
-      static_cast<unsigned>(std::clamp<std::int64_t>((cols / 2 + 31) / 32 * 32, 32, kThreads));
+  const bool wide = !drifts && is_wide(params);
+  const auto kernel = wide     ? add_norm_wide_kernel
+                      : drifts ? add_norm_kernel<true>
+                               : add_norm_kernel<false>;
+  const std::int64_t most = (cols / (wide ? 8 : 2) + 31) / 32 * 32;
+  const auto threads = static_cast<unsigned>(std::clamp<std::int64_t>(most, 32, kThreads));
   const auto bytes = static_cast<std::size_t>((drifts ? 2 : 1) * cols) * sizeof(Bf16);
   cuda::lay_out_for_shared(kernel);
   cuda::launch_beside("add_norm_kernel", kernel, dim3(static_cast<unsigned>(rows)), dim3(threads),

@@ -6,6 +6,7 @@
 #include "device/testing.h"
 #include "kernels/dense/add_norm.h"
 #include "kernels/dense/check.h"
+#include "kernels/dense/elementwise.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/testing.h"
 
@@ -45,14 +46,16 @@ struct SumCase {
                   {});
     }
     residual_add(rows(x), rows(h), &bad, {});
-    if (norms) rms_norm({.x = rows(h), .weight = weight, .y = rows(y)}, {});
+    if (!norms) return;
+    rms_norm({.x = rows(h), .weight = weight, .y = rows(y)}, {});
+    first_nonfinite(rows(y), &bad_y, {});
   }
 
   void at_once(Device device, bool norms) {
     const Buffer of_x = to_device(x, device), of_h = to_device(h, device),
                  of_y = to_device(y, device), of_weight = to_device(weight, device),
                  of_streams = to_device(streams, device), of_places = to_device(positions, device),
-                 of_bad = to_device(std::vector<std::int32_t>{bad}, device);
+                 of_bad = to_device(std::vector<std::int32_t>{bad, bad_y}, device);
     const auto rows = [&](const Buffer& of) {
       return rows_of(of.as<Bf16>(), kSumRows, cols, device);
     };
@@ -67,11 +70,13 @@ struct SumCase {
     if (norms) {
       args.weight = {of_weight.as<const Bf16>(), weight.size()};
       args.y = rows(of_y);
+      args.bad_y = args.bad + 1;
     }
     add_norm(args, {});
     h = to_host<Bf16>(of_h);
     y = to_host<Bf16>(of_y);
     bad = to_host<std::int32_t>(of_bad)[0];
+    bad_y = to_host<std::int32_t>(of_bad)[1];
   }
 
   std::int64_t cols;
@@ -79,7 +84,7 @@ struct SumCase {
   std::vector<Bf16> x, h, y, weight;
   std::vector<std::uint64_t> streams;
   std::vector<std::int32_t> positions;
-  std::int32_t bad = kNoRow;
+  std::int32_t bad = kNoRow, bad_y = 31;
 };
 
 /// A NaN's bits are the device's own.
@@ -99,6 +104,8 @@ TEST_P(AddNormOn, LeavesWhatItsPartsLeave) {
         const auto name = testing::Message() << cols << " columns, drift " << sigma;
         EXPECT_EQ(op.bad, 30) << name;
         EXPECT_EQ(expected.bad, 30) << name;
+        EXPECT_EQ(op.bad_y, norms ? 30 : 31) << name;
+        EXPECT_EQ(expected.bad_y, op.bad_y) << name;
         EXPECT_TRUE(same_numbers(op.h, expected.h)) << name;
         EXPECT_TRUE(same_numbers(op.y, expected.y)) << name;
       }

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -10,6 +12,7 @@
 #include "kernels/dense/check.h"
 #include "kernels/dense/linear.h"
 #include "kernels/dense/linear_rows.h"
+#include "kernels/dense/rms_norm.h"
 #include "kernels/dense/testing.h"
 
 namespace lockstep::kernels {
@@ -180,6 +183,44 @@ TEST_P(LinearOnDevice, RowsOfAVocabularyDoNotDependOnEachOther) {
     const auto part = multiply(x, 2, count, w);
     const auto from = all.begin() + 2 * out;
     ASSERT_TRUE(part == std::vector<float>(from, from + count * out)) << count;
+  }
+}
+
+/// A chain in which each launch writes what the next one reads, and only the weight is older: x of
+/// the product before is overwritten, and y of it read, by launches that start beside each other.
+TEST_P(LinearOnDevice, ASettledWeightChangesNothing) {
+  if (!on_cuda()) GTEST_SKIP() << "there one op ends before the next";
+  for (const auto [rows, size] :
+       {std::array<std::int64_t, 2>{1, 256}, {8, 2048}, {64, 512}, {64, 2048}, {130, 512}}) {
+    const auto x = random_bf16(rows * size, 41), w = random_bf16(size * size, 42);
+    const auto norm = random_bf16(size, 43);
+    const Weight packed = pack(w, size, size);
+    const auto chain = [&, rows = rows, size = size](bool settled) {
+      const Buffer from = to_device(x, GetParam()), weight = to_device(norm, GetParam());
+      const Buffer normal(GetParam(), from.bytes()), to(GetParam(), from.bytes());
+      const auto matrix = [&](const Buffer& buffer) {
+        return rows_of(buffer.as<Bf16>(), rows, size, GetParam());
+      };
+      for (int i = 0; i < 12; ++i) {
+        rms_norm({.x = matrix(i == 0 ? from : to),
+                  .weight = {weight.as<Bf16>(), static_cast<std::size_t>(size)},
+                  .y = matrix(normal)},
+                 {});
+        if (!settled) synchronize(GetParam());
+        linear_bf16({.x = matrix(normal),
+                     .weight = packed.matrix,
+                     .y_bf16 = matrix(to),
+                     .settled = settled},
+                    {});
+        if (!settled) synchronize(GetParam());
+      }
+      return to_host<Bf16>(to);
+    };
+    const std::vector<Bf16> want = chain(false);
+    EXPECT_TRUE(std::any_of(want.begin(), want.end(), [](Bf16 v) { return to_float(v) > 0; }));
+    for (int time = 0; time < 3; ++time) {
+      EXPECT_TRUE(chain(true) == want) << rows << " rows of " << size;
+    }
   }
 }
 

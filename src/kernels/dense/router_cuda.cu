@@ -23,19 +23,22 @@ struct Params {
   bool normalize;
 };
 
-/// Greater is likelier, of equal ones the lower expert; all NaN are equal. Probabilities are not
-/// negative, so that their bits are in their order. 0 is none.
-__device__ std::uint64_t key_of(float p, int expert) {
-  const std::uint32_t bits = p == p ? float_bits(p) : 0x7FC00000u;
-  return std::uint64_t{bits} << 32 | (0xFFFFFFFFu - static_cast<std::uint32_t>(expert));
-}
+/// The likeliest of a lane's experts, the lowest of several. All NaN are equal. Probabilities are
+/// not negative, so that their bits are in their order.
+struct Best {
+  std::uint32_t rank;  // bits + 1; 0: none
+  std::int32_t expert;
+};
 
-__device__ std::uint64_t most_of_warp(std::uint64_t key) {
-  for (int step = 16; step > 0; step /= 2) {
-    const std::uint64_t other = __shfl_xor_sync(kAll, key, step);
-    key = other > key ? other : key;
+__device__ Best best_of_lane(const float* probability, int count, int lane) {
+  Best best{0, 0};
+  for (int e = lane; e < count; e += 32) {
+    const float p = probability[e];
+    if (p < 0.0f) continue;  // taken
+    const std::uint32_t rank = (p == p ? float_bits(p) : 0x7FC00000u) + 1;
+    if (rank > best.rank) best = {rank, e};
   }
-  return key;
+  return best;
 }
 
 __device__ float max_of_warp(float x) {
@@ -51,21 +54,17 @@ __device__ float max_of_warp(float x) {
 __device__ float choose(const Params& p, std::int64_t row, float* probability) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float sum = 0.0f;
+  Best own = best_of_lane(probability, p.count, lane);
   for (int slot = 0; slot < p.chosen; ++slot) {
-    std::uint64_t best = 0;
-    for (int e = lane; e < p.count; e += 32) {
-      if (probability[e] < 0.0f) continue;
-      const std::uint64_t key = key_of(probability[e], e);
-      best = key > best ? key : best;
-    }
-    const int expert =
-        static_cast<int>(0xFFFFFFFFu - static_cast<std::uint32_t>(most_of_warp(best)));
+    const std::uint32_t most = __reduce_max_sync(kAll, own.rank);
+    const std::int32_t expert = __reduce_min_sync(kAll, own.rank == most ? own.expert : 0x7FFFFFFF);
     const float gate = probability[expert];
     __syncwarp();
-    if (lane == 0) {
+    if (own.rank == most && own.expert == expert) {
       p.experts[row * p.experts_stride + slot] = expert;
       p.gates[row * p.gates_stride + slot] = gate;
       probability[expert] = -1.0f;
+      own = best_of_lane(probability, p.count, lane);
     }
     sum += gate;
     __syncwarp();

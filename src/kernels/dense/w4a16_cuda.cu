@@ -178,8 +178,7 @@ __global__ void __launch_bounds__(kThreads, 3) w4a16_kernel(const __grid_constan
   auto& s = *reinterpret_cast<Shared16*>(shared_bytes);
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
-  wait_for_predecessors();
-  release_successors();
+  cuda::take_turn();
   Reader reader;
   if (thread < 64) find_work(p.work, s.found, thread);
   __syncthreads();
@@ -220,8 +219,8 @@ void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
   p.work = params_of_work(kTiles, args.w, args.offsets, args.from, args.to, args.out, items);
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];
-  launch_over(w4a16_kernel, static_cast<int>(sizeof(Shared16)), 3, p.work, args.w.device.index,
-              stream, p);
+  launch_over("w4a16_kernel", w4a16_kernel, static_cast<int>(sizeof(Shared16)), 3, p.work,
+              args.w.device.index, stream, p);
 }
 
 }  // namespace lockstep::kernels

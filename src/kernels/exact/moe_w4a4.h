@@ -26,6 +26,9 @@ struct MoeW4a4Args {
   // Becomes the first row with an operand of W2 that is not finite, where that is lower than what
   // it holds; nullptr: nobody asks.
   std::int32_t* bad = nullptr;
+  // offsets, rows_of and slots_of were written before the launch that precedes this op, which waits
+  // for them: they may be read while that one runs.
+  bool settled = false;
 };
 
 /// up, w2_in, y and out as w4a4(), swiglu(), quantize() under one power of two a slot, w4a4() and

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
   const std::int64_t slot = blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);
   const int words = p.width / 4;
-  release_successors();  // W2 finds its work, and fetches weights, while W13 ends
-  wait_for_predecessors();
+  cuda::release_successor();  // W2 finds its work, and fetches weights, while W13 ends
+  cuda::wait_for_predecessor();
   float value[kMostWords][4] = {};
   int most = 0;  // bits of a magnitude
 #pragma unroll
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams p) {
   const std::int64_t token = blockIdx.x;
   const int column = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
-  wait_for_predecessors();
-  release_successors();
+  cuda::wait_for_predecessor();
+  cuda::release_successor();
   if (column >= p.columns) return;
   const float* y = p.y + token * p.slots * p.y_stride + column;
   const float* const gates = p.gates + token * p.gate_stride;
@@ -139,14 +139,15 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   const auto slots = static_cast<std::int32_t>(args.gates.shape[1]);
   const std::int64_t rows = args.gates.shape[0];
   const std::int64_t items = rows * slots;
-  launch<1>(params_of({.a = args.a,
-                       .w = args.gate_up,
-                       .offsets = args.offsets,
-                       .from = args.rows_of,
-                       .to = args.slots_of,
-                       .out = args.up},
-                      items),
-            device, stream);
+  Params first = params_of({.a = args.a,
+                            .w = args.gate_up,
+                            .offsets = args.offsets,
+                            .from = args.rows_of,
+                            .to = args.slots_of,
+                            .out = args.up},
+                           items);
+  first.starts_early = args.settled;
+  launch<1>(first, device, stream);
 
   SwigluParams swiglu{};
   swiglu.up = args.up.data;
@@ -161,7 +162,8 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   swiglu.width = args.down.cols;
   swiglu.slots = slots;
   constexpr int kCarveout = carveout_of(kResidents, static_cast<int>(sizeof(Shared<1>)));
-  launch_beside(swiglu_kernel, dim3(static_cast<unsigned>(items)), 0, kCarveout, stream, swiglu);
+  launch_carved("swiglu_kernel", swiglu_kernel, dim3(static_cast<unsigned>(items)), 0, kCarveout,
+                stream, swiglu);
 
   Params second = params_of({.a = args.w2_in,
                              .w = args.down,
@@ -183,8 +185,8 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   combine.slots = slots;
   combine.columns = args.down.out;
   const auto columns = static_cast<unsigned>((args.down.out + kThreads - 1) / kThreads);
-  launch_beside(combine_kernel, dim3(static_cast<unsigned>(rows), columns), 0, kCarveout, stream,
-                combine);
+  launch_carved("combine_kernel", combine_kernel, dim3(static_cast<unsigned>(rows), columns), 0,
+                kCarveout, stream, combine);
 }
 
 }  // namespace lockstep::kernels

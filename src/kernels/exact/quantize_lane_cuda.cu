@@ -3,6 +3,7 @@
 /// row. One pass over x: the row's amax comes from the registers that are then coded.
 #include <algorithm>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/exact/quantize_params.h"
@@ -156,6 +157,7 @@ __device__ inline void record_sixteen(const Lane& lane, const Place& place, std:
 template <bool kMx, Record kRecord, int kLanes, int kChunks, bool kWide>
 __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
     quantize_lane_kernel(const __grid_constant__ Lane lane) {
+  cuda::take_turn();
   const QuantizeParams& p = lane.p;
   const std::uint32_t thread = threadIdx.x;
   const std::uint32_t width = kWide ? blockDim.x : kLanes;
@@ -271,15 +273,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kMx, Record kRecord, int kLanes, int kChunks, bool kWide = false>
-void launch(const Lane& lane, unsigned int threads, cudaStream_t stream) {
+void launch(const Lane& lane, unsigned int threads, Stream stream) {
   const std::int64_t rows_each = kWide ? 1 : kThreads / kLanes;
   const auto grid = static_cast<unsigned int>((lane.p.rows + rows_each - 1) / rows_each);
-  quantize_lane_kernel<kMx, kRecord, kLanes, kChunks, kWide><<<grid, threads, 0, stream>>>(lane);
-  cuda::require_launch("quantize_lane_kernel");
+  cuda::launch_beside("quantize_lane_kernel",
+                      quantize_lane_kernel<kMx, kRecord, kLanes, kChunks, kWide>, dim3(grid),
+                      dim3(threads), 0, stream, lane);
 }
 
 template <bool kMx, Record kRecord>
-void launch_for(const Lane& lane, cudaStream_t stream) {
+void launch_for(const Lane& lane, Stream stream) {
   const std::int32_t blocks = lane.blocks;
   // Few rows: time is that of one lane, so that each gets one sixteen.
   if (blocks > 32 && blocks <= kMostWarps * 32 && lane.p.rows <= kFewRows) {
@@ -297,7 +300,7 @@ void launch_for(const Lane& lane, cudaStream_t stream) {
 }
 
 template <bool kMx>
-void launch_record(const Lane& lane, cudaStream_t stream) {
+void launch_record(const Lane& lane, Stream stream) {
   switch (lane.p.layout.encoding) {
     case Encoding::kNone: return launch_for<kMx, Record::kNone>(lane, stream);
     case Encoding::kLsb:
@@ -338,8 +341,7 @@ bool quantize_lanes(const QuantizeParams& p, Stream stream) {
     return false;
   }
   const Lane lane{p, doubles_above(p.rule.scale_rule), static_cast<std::int32_t>(blocks)};
-  const cudaStream_t order = cuda::stream_of(stream);
-  p.rule.is_mx() ? launch_record<true>(lane, order) : launch_record<false>(lane, order);
+  p.rule.is_mx() ? launch_record<true>(lane, stream) : launch_record<false>(lane, stream);
   return true;
 }
 

@@ -16,7 +16,7 @@
 namespace lockstep::kernels::w4a4_device {
 
 /// Chunks of a step: fewer where sums and two parts need the registers.
-constexpr int step_of(int parts, int pairs) { return parts == 1 || pairs == 1 ? 4 : 2; }
+constexpr int step_of(int parts) { return parts == 1 ? 4 : 2; }
 
 /// What the loop keeps in registers. They come from shared memory, from places that differ between
 /// lanes: constants that the compiler knows, and what is one for a warp, it would move anew to a
@@ -100,11 +100,12 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, int
   }
 }
 
-/// One chunk of a tile times the items.
-template <int kParts, int kPairs>
+/// One chunk of a tile times the items. unpacked() is called as soon as codes and scales have been
+/// read.
+template <int kParts, int kPairs, typename Then>
 __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shared<kParts>& s,
                                       const uint4& codes, std::uint32_t scales, int at,
-                                      const Constants& c) {
+                                      const Constants& c, const Then& unpacked) {
   const unsigned t = threadIdx.x % 4;
   const std::int32_t low_scale = scale_units(scales << 20);
   const std::int32_t high_scale = scale_units(scales << 12);
@@ -117,36 +118,41 @@ __device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shar
     w[i][1] = raised_codes(c.raised, c.lowered, words[i] >> 16, flipped >> 16);
   }
   // All products before any of their sums is wanted: each takes a while.
-  std::int32_t d[kParts][kPairs][4];
+  unpacked();
+  constexpr int kTogether = kPairs > 3 ? kPairs / 2 : kPairs;  // what registers there are for
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int first = 0; first < kPairs; first += kTogether) {
+    std::int32_t d[kParts][kPairs][4];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const std::uint32_t a =
-            *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
-        auto& sum = d[part][pair];
-        if (half == 0) {
-          multiply_blocks(sum, w[0], w[1], a * c.mine[0], a * c.mine[1],
-                          s.start[part][pair][at * kBlocksInChunk + t]);
-        } else {
-          multiply_blocks(sum, w[2], w[3], a * c.mine[2], a * c.mine[3],
-                          int4{sum[0], sum[1], sum[2], sum[3]});
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int pair = first; pair < first + kTogether; ++pair) {
+          const std::uint32_t a =
+              *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
+          auto& sum = d[part][pair];
+          if (half == 0) {
+            multiply_blocks(sum, w[0], w[1], a * c.mine[0], a * c.mine[1],
+                            s.start[part][pair][at * kBlocksInChunk + t]);
+          } else {
+            multiply_blocks(sum, w[2], w[3], a * c.mine[2], a * c.mine[3],
+                            int4{sum[0], sum[1], sum[2], sum[3]});
+          }
         }
       }
     }
-  }
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const auto& sum = d[part][pair];
-      const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
-      acc[pair][0] += std::int64_t{sum[0] * low_scale} * scale.x;
-      acc[pair][1] += std::int64_t{sum[1] * low_scale} * scale.y;
-      acc[pair][2] += std::int64_t{sum[2] * high_scale} * scale.x;
-      acc[pair][3] += std::int64_t{sum[3] * high_scale} * scale.y;
+      for (int pair = first; pair < first + kTogether; ++pair) {
+        const auto& sum = d[part][pair];
+        const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
+        acc[pair][0] += std::int64_t{sum[0] * low_scale} * scale.x;
+        acc[pair][1] += std::int64_t{sum[1] * low_scale} * scale.y;
+        acc[pair][2] += std::int64_t{sum[2] * high_scale} * scale.x;
+        acc[pair][3] += std::int64_t{sum[3] * high_scale} * scale.y;
+      }
     }
   }
 }
@@ -196,11 +202,13 @@ struct Stretch {
   __device__ void load(Step<kStep>& step, int i) const {
     asm volatile(
         "{ .reg .pred p; setp.gt.s32 p, %7, %8;\n\t"
-        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%5];\n\t"
-        "@p ld.global.nc.L1::no_allocate.u16 %4, [%6]; }"
+        "@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%5];\n\t"
+        "@p ld.global.L1::no_allocate.u16 %4, [%6]; }"
         : "+r"(step.codes[i].x), "+r"(step.codes[i].y), "+r"(step.codes[i].z),
           "+r"(step.codes[i].w), "+r"(step.scales[i])
-        : "l"(codes + i * kChunkBytes), "l"(scales + i * kChunkBytes), "r"(ready), "r"(i));
+        : "l"(codes + i * kChunkBytes), "l"(scales + i * kChunkBytes), "r"(ready), "r"(i)
+        : "memory");
+    __syncwarp();  // what follows does not overtake it
   }
 
   template <int kStep>
@@ -277,9 +285,9 @@ __device__ inline void finish_piece(const Params& p, Shared<kParts>& s, const Ru
 template <int kParts, int kPairs>
 __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Run& run,
                                     const Share& share, Stretch& stretch,
-                                    Step<step_of(kParts, kPairs)>& step, int count,
+                                    Step<step_of(kParts)>& step, int count,
                                     const Constants& constants) {
-  constexpr int kStep = step_of(kParts, kPairs);
+  constexpr int kStep = step_of(kParts);
   std::int64_t acc[kPairs][4] = {};
   int tile = share.first / share.steps;
   int at = share.first % share.steps;
@@ -291,9 +299,10 @@ __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Ru
       // A branch also keeps the chunks, and what they hold in registers, apart.
       if (at * kStep + i < stretch.chunks) {
         multiply_chunk<kParts, kPairs>(acc, s, step.codes[i], step.scales[i], at * kStep + i,
-                                       constants);
+                                       constants, [&] { stretch.load(step, i); });
+      } else {
+        stretch.load(step, i);
       }
-      stretch.load(step, i);
     }
     stretch.advance<kStep>();
     if (++at < share.steps) continue;
@@ -325,10 +334,10 @@ __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Ru
 }
 
 /// What is left of the work in its unit: of a long row, two tiles and one segment at a time.
-template <int kParts, int kPairs>
+template <int kParts>
 __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, bool beginning,
                          const Constants& constants) {
-  constexpr int kStep = step_of(kParts, kPairs);
+  constexpr int kStep = step_of(kParts);
   const int thread = static_cast<int>(threadIdx.x);
   const Unit& unit = work.unit;
   const int first = work.group;
@@ -343,7 +352,7 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
       Step<kStep> step{};
       for (int i = 0; i < kStep; ++i) stretch.load(step, i);
       stretch.advance<kStep>();
-      if (p.starts_early) wait_for_predecessors();
+      if (p.starts_early) cuda::wait_for_predecessor();
       if (!beginning) __syncthreads();
       beginning = false;
       // Of the last threads, which often have nothing to unpack.
@@ -358,7 +367,13 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
       }
       unpack(p, s, unit, segment);
       __syncthreads();
-      multiply_run<kParts, kPairs>(p, s, run, share, stretch, step, unit.count(), constants);
+      const int count = unit.count();
+      switch ((count + 1) / 2) {
+        case 1: multiply_run<kParts, 1>(p, s, run, share, stretch, step, count, constants); break;
+        case 2: multiply_run<kParts, 2>(p, s, run, share, stretch, step, count, constants); break;
+        case 3: multiply_run<kParts, 3>(p, s, run, share, stretch, step, count, constants); break;
+        default: multiply_run<kParts, 4>(p, s, run, share, stretch, step, count, constants); break;
+      }
     }
   }
 }
@@ -369,8 +384,8 @@ __global__ void __launch_bounds__(kThreads, kResidents)
   extern __shared__ __align__(16) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<Shared<kParts>*>(shared_bytes);
   const int thread = static_cast<int>(threadIdx.x);
-  if (!p.starts_early) wait_for_predecessors();
-  release_successors();
+  if (!p.starts_early) cuda::wait_for_predecessor();
+  cuda::release_successor();
   if (thread < 64) {
     find_work(p, s.found, thread);
   } else if (thread < 96) {
@@ -395,12 +410,7 @@ __global__ void __launch_bounds__(kThreads, kResidents)
   }
   bool beginning = true;
   while (true) {
-    switch ((work.unit.count() + 1) / 2) {
-      case 1: run_unit<kParts, 1>(p, s, work, beginning, constants); break;
-      case 2: run_unit<kParts, 2>(p, s, work, beginning, constants); break;
-      case 3: run_unit<kParts, 3>(p, s, work, beginning, constants); break;
-      default: run_unit<kParts, 4>(p, s, work, beginning, constants); break;
-    }
+    run_unit<kParts>(p, s, work, beginning, constants);
     const int done = p.groups - work.group;
     if (work.left <= done) return;
     work.advance(p, done);
@@ -416,12 +426,13 @@ inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t f
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
   Params p = params_of_work(1, args.w, args.offsets, args.from, args.to, args.out, items);
-  p.base_cost = 3;  // seen: a pair more is a third of what a group costs without any
-  p.pair_cost = 1;
-  p.unit_cost = 4 * 36 / p.chunks + 1;  // seen: as long as 36 chunks of a pair
+  // Seen, within 3 %; of 128 registers four pairs leave too few.
+  constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 11, 16};
+  std::copy_n(kGroupCost, kItems / 2, p.group_cost);
+  p.unit_cost = 8 * 36 / p.chunks + 2;  // seen: as long as 36 chunks of a pair
   if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
-    p.base_cost = 1;  // costs are counted in 32 bits
-    p.pair_cost = p.unit_cost = 0;
+    std::fill_n(p.group_cost, kItems / 2, 1);  // costs are counted in 32 bits
+    p.unit_cost = 0;
   }
   p.part[0] = part_of(args.a, has_residual ? 4 << args.residual_halvings : 1);
   if (has_residual) p.part[1] = part_of(args.residual, -1);
@@ -433,8 +444,8 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
 
 template <int kParts>
 void launch(const Params& params, std::int8_t device, Stream stream) {
-  launch_over<Params>(w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)), kResidents,
-                      params, device, stream, params);
+  launch_over<Params>("w4a4_kernel", w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)),
+                      kResidents, params, device, stream, params);
 }
 
 }  // namespace lockstep::kernels::w4a4_device

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
@@ -52,17 +53,16 @@ struct Params {
   std::int32_t items;
   float* out;
   std::int64_t out_stride;
-  std::int32_t base_exponent;  // -20, or with a residual -22 and less
-  std::int32_t base_cost;      // of a unit's group
-  std::int32_t pair_cost;      // what a pair of items adds to it
-  std::int32_t unit_cost;      // of going from one unit to the next
-  bool starts_early;           // offsets, from and to are older than the launch before
+  std::int32_t base_exponent;           // -20, or with a residual -22 and less
+  std::int32_t group_cost[kItems / 2];  // of a unit's group, by its pairs of items
+  std::int32_t unit_cost;               // of going from one unit to the next
+  bool starts_early;                    // offsets, from and to are older than the launch before
 
   __device__ std::int32_t offset(std::int32_t expert) const {
     return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
   }
   __host__ __device__ std::int32_t cost(std::int32_t items_left) const {
-    return base_cost + ((items_left < kItems ? items_left : kItems) + 1) / 2 * pair_cost;
+    return group_cost[((items_left < kItems ? items_left : kItems) - 1) / 2];
   }
   /// Of all groups of a unit.
   __device__ std::uint32_t whole_cost(std::int32_t items_left) const {
@@ -208,15 +208,6 @@ __device__ inline Work work_between(const Params& p, const Place& first, const P
   return work;
 }
 
-/// Waits for what the launches before this one wrote, where it was allowed to start beside them.
-__device__ inline void wait_for_predecessors() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-/// Lets the next launch start, if it was allowed to. It waits itself before it reads.
-__device__ inline void release_successors() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 /// No more groups than these, whatever the offsets.
 inline std::int64_t most_groups(const Params& p) {
   const std::int64_t units = std::int64_t{p.items + kItems - 1} / kItems + p.experts;
@@ -244,8 +235,7 @@ inline Params params_of_work(int tiles, const W4a4Weights& w,
   p.items = static_cast<std::int32_t>(items);
   p.out = out.data;
   p.out_stride = out.stride[0];
-  p.base_cost = 1;
-  p.pair_cost = 0;
+  std::fill_n(p.group_cost, kItems / 2, 1);
   p.unit_cost = 0;
   return p;
 }
@@ -258,36 +248,28 @@ constexpr int carveout_of(int residents, int shared_bytes) {
   return std::min(100, (residents * (shared_bytes + kReserved) * 100 + kMost - 1) / kMost);
 }
 
-/// A launch of blocks of kThreads that may start beside its predecessor: it waits itself.
-template <typename... Arguments>
-void launch_beside(void (*kernel)(Arguments...), dim3 grid, int shared_bytes, int carveout,
+/// A launch of blocks of kThreads that waits itself for its predecessor.
+template <typename Kernel, typename... Arguments>
+void launch_carved(const char* name, Kernel kernel, dim3 grid, int shared_bytes, int carveout,
                    Stream stream, const Arguments&... arguments) {
   cuda::require(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout),
       "cudaFuncSetAttribute");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-  config.stream = cuda::stream_of(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cuda::require(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+  cuda::launch_beside(name, kernel, grid, dim3(kThreads), static_cast<std::size_t>(shared_bytes),
+                      stream, arguments...);
 }
 
 /// The same over all of the work.
 template <typename... Arguments>
-void launch_over(void (*kernel)(Arguments...), int shared_bytes, int residents, const Params& work,
-                 std::int8_t device, Stream stream, const Arguments&... arguments) {
+void launch_over(const char* name, void (*kernel)(Arguments...), int shared_bytes, int residents,
+                 const Params& work, std::int8_t device, Stream stream,
+                 const Arguments&... arguments) {
   cuda::require(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
       "cudaFuncSetAttribute");
   const std::int64_t blocks =
       std::min(most_groups(work), std::int64_t{cuda::multiprocessors(device)} * residents);
-  launch_beside(kernel, dim3(static_cast<unsigned>(blocks)), shared_bytes,
+  launch_carved(name, kernel, dim3(static_cast<unsigned>(blocks)), shared_bytes,
                 carveout_of(residents, shared_bytes), stream, arguments...);
 }
 
