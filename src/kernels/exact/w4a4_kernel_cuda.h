@@ -46,56 +46,92 @@ struct Shared {
   std::int32_t to[kItems];
 };
 
-/// A byte at a time where rows do not start at multiples of eight.
-__device__ inline uint2 load_block(const std::uint8_t* codes) {
-  if ((reinterpret_cast<std::uintptr_t>(codes) & 7u) == 0) {
-    return *reinterpret_cast<const uint2*>(codes);
+inline constexpr int kRowsEach = kItems / 2;  // that a thread unpacks: every other one
+static_assert(kThreads == 2 * kSegmentBlocks);
+
+/// Where the thread's rows lie in the operand.
+struct Rows {
+  std::int32_t at[kRowsEach];
+};
+__device__ inline Rows rows_of(const Params& p, const Unit& unit) {
+  Rows rows{};
+#pragma unroll
+  for (int j = 0; j < kRowsEach; ++j) {
+    const int row = static_cast<int>(threadIdx.x) / kSegmentBlocks + 2 * j;
+    const std::int32_t item = unit.first + row;
+    if (row < unit.count()) rows.at[j] = p.from == nullptr ? item : p.from[item];
   }
-  uint2 block{0, 0};
-  for (int i = 0; i < 4; ++i) {
-    block.x |= static_cast<std::uint32_t>(codes[i]) << 8 * i;
-    block.y |= static_cast<std::uint32_t>(codes[4 + i]) << 8 * i;
+  return rows;
+}
+
+/// A thread's block of each of its rows as the operand has it.
+template <int kParts>
+struct RawBlocks {
+  uint2 codes[kRowsEach][kParts];
+  std::uint32_t scales[kRowsEach][kParts];
+};
+
+/// kWide: rows start at multiples of eight bytes; else a byte is read at a time.
+template <bool kWide, int kParts>
+__device__ inline RawBlocks<kParts> read_blocks(const Params& p, const Rows& rows, int first_row,
+                                                int count, int block) {
+  RawBlocks<kParts> raw{};
+#pragma unroll
+  for (int j = 0; j < kRowsEach; ++j) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (first_row + 2 * j >= count) continue;
+      const Part& from = p.part[part];
+      const std::int64_t r = rows.at[j];
+      const std::uint8_t* const codes = from.codes + r * from.code_stride + block * 8;
+      uint2& to = raw.codes[j][part];
+      if constexpr (kWide) {
+        to = *reinterpret_cast<const uint2*>(codes);
+      } else {
+        for (int i = 0; i < 4; ++i) {
+          to.x |= static_cast<std::uint32_t>(codes[i]) << 8 * i;
+          to.y |= static_cast<std::uint32_t>(codes[4 + i]) << 8 * i;
+        }
+      }
+      raw.scales[j][part] = from.scales[r * from.scale_stride + block];
+    }
   }
-  return block;
+  return raw;
 }
 
 /// Unpacks a segment of the unit's items, rows that it lacks as zeros up to an even count. A thread
-/// takes the same block of every other row.
+/// takes the same block of each of its rows, and asks for all of them before it needs one.
 template <int kParts>
-__device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, int segment) {
-  static_assert(kThreads == 2 * kSegmentBlocks);
+__device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, const Rows& rows,
+                       int segment) {
   const int first_block = segment * kSegmentBlocks;
   const int chunks = min(kSegmentChunks, p.chunks - segment * kSegmentChunks);
   const int block = static_cast<int>(threadIdx.x) % kSegmentBlocks;
+  const int first_row = static_cast<int>(threadIdx.x) / kSegmentBlocks;
   if (block >= chunks * kBlocksInChunk) return;
-  const int count = unit.count();
-  for (int row = static_cast<int>(threadIdx.x) / kSegmentBlocks; row < (count + 1) / 2 * 2;
-       row += 2) {
+  const int count = first_block + block < p.blocks ? unit.count() : 0;
+  const RawBlocks<kParts> raw =
+      p.wide ? read_blocks<true, kParts>(p, rows, first_row, count, first_block + block)
+             : read_blocks<false, kParts>(p, rows, first_row, count, first_block + block);
+#pragma unroll
+  for (int j = 0; j < kRowsEach; ++j) {
+    const int row = first_row + 2 * j;
+    if (row >= (unit.count() + 1) / 2 * 2) break;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      uint4 bytes{0, 0, 0, 0};
-      std::int32_t scale = 0;
-      std::int32_t sum = 0;
-      if (row < count && first_block + block < p.blocks) {
-        const Part& from = p.part[part];
-        const std::int32_t item = unit.first + row;
-        const std::int64_t r = p.from == nullptr ? item : p.from[item];
-        const uint2 codes =
-            load_block(from.codes + r * from.code_stride + (first_block + block) * 8);
-        const std::uint32_t byte = from.scales[r * from.scale_stride + first_block + block];
-        bytes = {signed_codes(codes.x), signed_codes(codes.x >> 16), signed_codes(codes.y),
-                 signed_codes(codes.y >> 16)};
-        sum = __dp4a(static_cast<int>(bytes.x), 0x01010101, sum);
-        sum = __dp4a(static_cast<int>(bytes.y), 0x01010101, sum);
-        sum = __dp4a(static_cast<int>(bytes.z), 0x01010101, sum);
-        sum = __dp4a(static_cast<int>(bytes.w), 0x01010101, sum);
-        scale = from.factor * scale_units(byte << 20);
-      }
+      const uint2 code = raw.codes[j][part];
+      const uint4 bytes = {signed_codes(code.x), signed_codes(code.x >> 16), signed_codes(code.y),
+                           signed_codes(code.y >> 16)};
+      std::int32_t sum = __dp4a(static_cast<int>(bytes.x), 0x01010101, 0);
+      sum = __dp4a(static_cast<int>(bytes.y), 0x01010101, sum);
+      sum = __dp4a(static_cast<int>(bytes.z), 0x01010101, sum);
+      sum = __dp4a(static_cast<int>(bytes.w), 0x01010101, sum);
       *reinterpret_cast<uint4*>(&s.a[part][row][block * 16]) = bytes;
       auto* start = reinterpret_cast<std::int32_t*>(&s.start[part][row / 2][block]);
       start[row % 2] = -64 * sum;
       start[2 + row % 2] = -64 * sum;
-      reinterpret_cast<std::int32_t*>(&s.scale[part][row / 2][block])[row % 2] = scale;
+      reinterpret_cast<std::int32_t*>(&s.scale[part][row / 2][block])[row % 2] =
+          p.part[part].factor * scale_units(raw.scales[j][part] << 20);
     }
   }
 }
@@ -348,6 +384,7 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
     for (int segment = 0; segment < segments; ++segment) {
       const Run run{group, min(group + each, end), segment, segments};
       const Share share = share_of_warp<kStep>(p, run, thread / 32);
+      const Rows rows = rows_of(p, unit);
       Stretch stretch = stretch_of<kStep>(p, unit, run, share, thread % 32);
       Step<kStep> step{};
       for (int i = 0; i < kStep; ++i) stretch.load(step, i);
@@ -365,7 +402,7 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
         s.exponent[i] = exponent_of(p.global[from * p.global_stride]) + p.base_exponent + n_w;
         s.to[i] = p.to == nullptr ? item : p.to[item];
       }
-      unpack(p, s, unit, segment);
+      unpack(p, s, unit, rows, segment);
       __syncthreads();
       const int count = unit.count();
       switch ((count + 1) / 2) {
@@ -427,15 +464,20 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
   Params p = params_of_work(1, args.w, args.offsets, args.from, args.to, args.out, items);
   // Seen, within 3 %; of 128 registers four pairs leave too few.
-  constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 11, 16};
+  constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 12, 16};
   std::copy_n(kGroupCost, kItems / 2, p.group_cost);
-  p.unit_cost = 8 * 36 / p.chunks + 2;  // seen: as long as 36 chunks of a pair
+  p.unit_cost = 8 * 56 / p.chunks + 2;  // seen: as long as 56 chunks of a pair
   if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
     std::fill_n(p.group_cost, kItems / 2, 1);  // costs are counted in 32 bits
     p.unit_cost = 0;
   }
   p.part[0] = part_of(args.a, has_residual ? 4 << args.residual_halvings : 1);
   if (has_residual) p.part[1] = part_of(args.residual, -1);
+  p.wide = true;
+  for (const Part& part : p.part) {
+    const auto at = reinterpret_cast<std::uintptr_t>(part.codes);
+    p.wide = p.wide && (at | static_cast<std::uintptr_t>(part.code_stride)) % 8 == 0;
+  }
   p.global = args.a.global.data;
   p.global_stride = args.a.global.stride[0];
   p.base_exponent = has_residual ? -22 - args.residual_halvings : -20;

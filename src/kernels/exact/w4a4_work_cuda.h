@@ -56,6 +56,7 @@ struct Params {
   std::int32_t base_exponent;           // -20, or with a residual -22 and less
   std::int32_t group_cost[kItems / 2];  // of a unit's group, by its pairs of items
   std::int32_t unit_cost;               // of going from one unit to the next
+  bool wide;                            // codes of `part` may be read eight bytes at a time
   bool starts_early;                    // offsets, from and to are older than the launch before
 
   __device__ std::int32_t offset(std::int32_t expert) const {
