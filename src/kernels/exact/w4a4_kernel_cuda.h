@@ -466,7 +466,7 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
   // Seen, within 3 %; of 128 registers four pairs leave too few.
   constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 12, 16};
   std::copy_n(kGroupCost, kItems / 2, p.group_cost);
-  p.unit_cost = 8 * 56 / p.chunks + 2;  // seen: as long as 56 chunks of a pair
+  p.unit_cost = 8 * 72 / p.chunks + 2;  // seen: as long as 72 chunks of a pair
   if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
     std::fill_n(p.group_cost, kItems / 2, 1);  // costs are counted in 32 bits
     p.unit_cost = 0;
