@@ -148,7 +148,7 @@ void DeviceCapture::send() {
   if (now_.places.empty() || underway_) return;
   done_.record(at_->stream);
   done_.hold_back(copies_);
-  if (here_.bytes() < now_.bytes) here_ = PinnedBuffer(now_.bytes, at_->device);
+  if (here_.bytes() < now_.bytes) here_ = PinnedBuffer(with_headroom(now_.bytes), at_->device);
   copy_bytes(here_.as<void>(), {}, there_, at_->device, now_.bytes, copies_);
   copied_.record(copies_);
   std::swap(sent_, now_);

@@ -55,7 +55,9 @@ void KvRecords::make(Batch& batch) {
     most = std::max(most, bytes);
   }
   batch.slots.insert(batch.slots.end(), batch.audited_slots.begin(), batch.audited_slots.end());
-  if (batch.here.bytes() < batch.bytes) batch.here = PinnedBuffer(batch.bytes, at_.device);
+  if (batch.here.bytes() < batch.bytes) {
+    batch.here = PinnedBuffer(with_headroom(batch.bytes), at_.device);
+  }
   batch.upload.begin();
   const std::size_t slots = batch.upload.add(batch.slots), rows = batch.upload.add(batch.rows);
   batch.upload.send();

@@ -19,6 +19,9 @@ struct Workplace {
   bool on_cuda() const { return device.kind == Device::Kind::kCuda; }
 };
 
+/// What to ask for where a little more may be wanted soon: pinning memory anew takes milliseconds.
+constexpr std::int64_t with_headroom(std::int64_t bytes) { return bytes + bytes / 4; }
+
 /// Bytes that grow. What they held is lost where they do.
 class Room {
  public:

@@ -19,7 +19,7 @@ void Upload::send() {
     bytes += (part.bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
   }
   sent_.wait();  // what was sent last has left the pinned memory long ago
-  if (pinned_.bytes() < bytes) pinned_ = PinnedBuffer(bytes, at_->device);
+  if (pinned_.bytes() < bytes) pinned_ = PinnedBuffer(with_headroom(bytes), at_->device);
   for (const Part& part : parts_) {
     if (part.bytes == 0) continue;
     std::memcpy(pinned_.as<>() + part.offset, part.from, static_cast<std::size_t>(part.bytes));

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <string>
@@ -151,6 +153,41 @@ struct Trainer::Impl {
                  });
   }
 
+  /// The sites of a pass after the other. Where passes do not run side by side, the records of the
+  /// next are on their way while the device is still at work on this one.
+  class NextSites {
+   public:
+    using Make = std::function<std::unique_ptr<Sites>(std::size_t pass)>;
+
+    /// `make` may give null where nobody takes any.
+    NextSites(const Impl& trainer, std::size_t passes, Make make)
+        : device_(ops::torch_device(trainer.parameters.device())),
+          passes_(trainer.lanes.size() == 1 ? passes : 0),
+          make_(std::move(make)) {}
+
+    std::unique_ptr<Sites> take(std::size_t pass) {
+      return pass == pass_ && sites_ != nullptr ? std::move(sites_) : made(pass);
+    }
+    void begin(std::size_t pass) {
+      if (pass >= passes_) return;
+      pass_ = pass;
+      sites_ = made(pass);
+    }
+
+   private:
+    std::unique_ptr<Sites> made(std::size_t pass) const {
+      std::unique_ptr<Sites> sites = make_(pass);
+      if (sites != nullptr) sites->read_ahead(device_);
+      return sites;
+    }
+
+    at::Device device_;
+    std::size_t passes_;
+    Make make_;
+    std::size_t pass_ = 0;
+    std::unique_ptr<Sites> sites_;
+  };
+
   Tensor forward(const Network& network, const Pack& pack, const Sites& sites,
                  std::vector<Step>* steps) const;
   void backward(const Network& network, const Pack& pack, const Sites& sites,
@@ -158,7 +195,8 @@ struct Trainer::Impl {
   PerToken logprobs(std::span<const Trajectory> batch, const TraceSource* trace,
                     const Reveal& reveal, Routes* chosen) const;
   double accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
-                    const TraceSource* trace, const TokenLoss& loss, OwnRoutes own);
+                    const Sites& sites, const TraceSource* trace, const TokenLoss& loss,
+                    OwnRoutes own, const std::function<void()>& before_backward);
   void check(const Routes& routes, std::span<const Trajectory> batch) const;
 
   const Agreement agreement;
@@ -280,9 +318,9 @@ void require_runs(const Qat& qat, Device device) {
 }
 
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
-                                 const TraceSource* trace, const TokenLoss& loss, OwnRoutes own) {
-  Sites sites(agreement, qat, pack, trace, &lane.tally, {}, own);
-  sites.read_ahead(ops::torch_device(parameters.device()));
+                                 const Sites& sites, const TraceSource* trace,
+                                 const TokenLoss& loss, OwnRoutes own,
+                                 const std::function<void()>& before_backward) {
   std::vector<Step> steps;
   const Tensor h = forward(lane.network, pack, sites, &steps);
   const Scores scores = lane.network.score(h, pack, true);
@@ -311,6 +349,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
   }
   sites.settle();
   if (scores.logp.empty()) return total;
+  before_backward();
 
   std::vector<float> upstream(scores.logp.size()), top_upstream(scores.top_logp.size());
   each_scored(batch, pack, [&](std::size_t i, std::size_t t, std::size_t s) {
@@ -376,13 +415,21 @@ PerToken Trainer::Impl::logprobs(std::span<const Trajectory> batch, const TraceS
   }
   const std::vector<Pack> packs = cut(batch);
   require_weights(ready);
+  const auto wanted = [&](std::size_t p) {
+    return !packs[p].scored_row.empty() || reveal.sink != nullptr;
+  };
+  NextSites next(*this, packs.size(), [&](std::size_t p) {
+    return !wanted(p) ? nullptr
+                      : std::make_unique<Sites>(agreement, qat, packs[p], trace, nullptr, reveal,
+                                                OwnRoutes{.keep = chosen});
+  });
   each_pass(packs.size(), [&](const Lane& lane, std::size_t p) {
     const Pack& pack = packs[p];
-    if (pack.scored_row.empty() && reveal.sink == nullptr) return;
+    if (!wanted(p)) return;
     const at::AutoGradMode none(false);
-    Sites sites(agreement, qat, pack, trace, nullptr, reveal, {.keep = chosen});
-    sites.read_ahead(ops::torch_device(parameters.device()));
-    const Tensor h = forward(lane.network, pack, sites, nullptr);
+    const std::unique_ptr<Sites> sites = next.take(p);
+    const Tensor h = forward(lane.network, pack, *sites, nullptr);
+    next.begin(p + 1);
     const Scores scores = lane.network.score(h, pack, false);
     each_scored(batch, pack, [&](std::size_t i, std::size_t position, std::size_t s) {
       logp[i][position] = scores.logp[s];
@@ -399,8 +446,16 @@ double Trainer::accumulate(std::span<const Trajectory> batch, const TraceSource*
   require_weights(t.ready);
   ops::begin_backward();
   std::vector<double> losses(packs.size());
+  const OwnRoutes own = {.follow = routes};
+  // Where passes run side by side, each has a tally of its own; else there is one.
+  Impl::NextSites next(t, packs.size(), [&](std::size_t p) {
+    Tally& tally = t.lanes[p % t.lanes.size()]->tally;
+    return std::make_unique<Sites>(t.agreement, t.qat, packs[p], trace, &tally, Reveal{}, own);
+  });
   t.each_pass(packs.size(), [&](Lane& lane, std::size_t p) {
-    losses[p] = t.accumulate(lane, batch, packs[p], trace, loss, {.follow = routes});
+    const std::unique_ptr<Sites> sites = next.take(p);
+    losses[p] =
+        t.accumulate(lane, batch, packs[p], *sites, trace, loss, own, [&] { next.begin(p + 1); });
   });
   return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
