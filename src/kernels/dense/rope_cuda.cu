@@ -56,6 +56,61 @@ __global__ void __launch_bounds__(32 * kWarps) rope_kernel(const __grid_constant
   }
 }
 
+constexpr int kHeadLanes = 16;   // of a head: those of lanes.h, and both of a pair are one lane's
+constexpr int kBlockHeads = 16;  // of a block
+
+/// Heads in registers.
+template <int kDim>
+__global__ void __launch_bounds__(kHeadLanes* kBlockHeads)
+    rope_lanes_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
+  constexpr int kOfLane = kDim / kHeadLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kHeadLanes;
+  const std::int64_t index = std::int64_t{blockIdx.x} * kBlockHeads + threadIdx.x / kHeadLanes;
+  const bool is_head = index < p.heads;  // all lanes of a warp go on together
+  const std::int64_t row = is_head ? index / p.heads_a_row : 0;
+  Bf16* const x = p.x + row * p.stride + (index - row * p.heads_a_row) * kDim;
+  float v[kOfLane];
+#pragma unroll
+  for (int k = 0; k < kOfLane; ++k) v[k] = is_head ? to_float(x[lane + kHeadLanes * k]) : 0.0f;
+  if (p.norm != nullptr) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) sum = __fadd_rn(sum, __fmul_rn(v[k], v[k]));
+#pragma unroll
+    for (int half = kHeadLanes / 2; half > 0; half /= 2) {
+      sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half, kHeadLanes));
+    }
+    sum = __shfl_sync(0xFFFFFFFFu, sum, 0, kHeadLanes);
+    const float inverse = inverse_rms(sum, static_cast<float>(kDim), p.eps);
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) {
+      const Bf16 normal = to_bf16(__fmul_rn(v[k], inverse));
+      v[k] =
+          to_float(to_bf16(__fmul_rn(to_float(normal), to_float(p.norm[lane + kHeadLanes * k]))));
+    }
+  }
+  if (!is_head) return;
+  const std::int64_t angle = std::int64_t{p.positions[row]} * (kDim / 2) + lane;
+#pragma unroll
+  for (int k = 0; k < kOfLane / 2; ++k) {
+    const float a = v[k], b = v[k + kOfLane / 2];
+    const float c = p.cos[angle + kHeadLanes * k], s = p.sin[angle + kHeadLanes * k];
+    x[lane + kHeadLanes * k] = to_bf16(__fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s)));
+    x[lane + kHeadLanes * k + kDim / 2] = to_bf16(__fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s)));
+  }
+}
+
+auto lanes_kernel_of(std::int32_t dim) -> void (*)(Params) {
+  switch (dim) {
+    case 32: return rope_lanes_kernel<32>;
+    case 64: return rope_lanes_kernel<64>;
+    case 128: return rope_lanes_kernel<128>;
+    case 256: return rope_lanes_kernel<256>;
+    default: return nullptr;
+  }
+}
+
 }  // namespace
 
 void rope_cuda(const RopeArgs& args, Stream stream) {
@@ -77,6 +132,12 @@ void rope_cuda(const RopeArgs& args, Stream stream) {
                       static_cast<std::int32_t>(heads),
                       args.head_dim,
                       args.eps};
+  if (const auto kernel = lanes_kernel_of(args.head_dim)) {
+    const auto blocks = static_cast<unsigned>((rows * heads + kBlockHeads - 1) / kBlockHeads);
+    cuda::launch_beside("rope_lanes_kernel", kernel, dim3(blocks), dim3(kHeadLanes * kBlockHeads),
+                        0, stream, params);
+    return;
+  }
   const auto bytes = static_cast<std::size_t>(kWarps * args.head_dim) * sizeof(Bf16);
   const dim3 grid(static_cast<unsigned>((rows * heads + kWarps - 1) / kWarps));
   cuda::launch_beside("rope_kernel", rope_kernel, grid, dim3(32 * kWarps), bytes, stream, params);
