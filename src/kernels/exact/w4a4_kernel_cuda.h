@@ -463,10 +463,12 @@ inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t f
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
   Params p = params_of_work(1, args.w, args.offsets, args.from, args.to, args.out, items);
-  // Seen, within 3 %; of 128 registers four pairs leave too few.
+  // As seen; of 128 registers four pairs leave too few.
   constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 12, 16};
   std::copy_n(kGroupCost, kItems / 2, p.group_cost);
-  p.unit_cost = 8 * 72 / p.chunks + 2;  // seen: as long as 72 chunks of a pair
+  // Seen: as long as 72 chunks of a pair; more where a block has so little that it best has one.
+  constexpr std::int64_t kFewItems = 16;
+  p.unit_cost = 8 * (items > kFewItems ? 72 : 120) / p.chunks + 2;
   if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
     std::fill_n(p.group_cost, kItems / 2, 1);  // costs are counted in 32 bits
     p.unit_cost = 0;
