@@ -158,6 +158,7 @@ void Engine::Impl::hand_over() {
 void Engine::Impl::take_back() {
   scheduler.unwritten = 0;
   const std::vector<Advance> done = std::exchange(unwritten, {});
+  if (!done.empty()) forward.take_back();
   for (const Advance& of : done) {
     Sequence& s = *scheduler.active().at(of.order);
     s.fed -= of.rows;

@@ -96,6 +96,28 @@ TEST_P(EngineFailureOn, WhatAFailedPassMetIsNotCounted) {
   EXPECT_TRUE(rig.engine.metrics().contains("fp4/scale/sat_frac"));
 }
 
+/// And what the passes before it met is.
+TEST_P(EngineFailureOn, WhatEarlierPassesMetStaysCounted) {
+  const auto scales = [](Rig& rig) {
+    Metrics found = rig.engine.metrics();
+    std::erase_if(found, [](const auto& metric) { return !metric.first.starts_with("fp4/"); });
+    return found;
+  };
+  Rig reference(small_agreement());
+  generate(reference.engine, two_prompts());
+  const Metrics expected = scales(reference);
+  ASSERT_TRUE(expected.contains("fp4/scale/zero_frac"));
+  for (const std::int64_t at : {reference.trace.appends / 3, 2 * reference.trace.appends / 3}) {
+    Rig rig(small_agreement());
+    for (const Request& r : two_prompts()) rig.engine.submit(r);
+    rig.trace.refuses_at = at;
+    int refusals = 0;
+    go_on(rig, refusals);
+    EXPECT_EQ(refusals, 1);
+    EXPECT_EQ(scales(rig), expected) << at;
+  }
+}
+
 /// Steps to the end and aborts where that fails, and tells of the first failure.
 void step_or_abort(Engine& engine) {
   try {

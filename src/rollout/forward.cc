@@ -65,8 +65,8 @@ struct Forward::Impl {
         options(options),
         at{device, stream},
         weights(agreement, device, stream),
-        experts(agreement, options, at),
-        checks(agreement.model.num_layers, at),
+        checks(agreement.model.num_layers, at, 2 * kernels::kNumQuantizeCounts),
+        experts(agreement, options, at, checks.counts() + kernels::kNumQuantizeCounts),
         upload(at, agreement.model.num_heads / agreement.model.num_kv_heads),
         rope(agreement.model.rope_theta, agreement.model.head_dim, device) {}
 
@@ -85,8 +85,8 @@ struct Forward::Impl {
   Options options;
   Workplace at;
   Weights weights;
-  ForwardExperts experts;
   PassChecks checks;
+  ForwardExperts experts;
   PassUpload upload;
   kernels::RopeTable rope;
   PassGraphs graphs;
@@ -97,7 +97,23 @@ struct Forward::Impl {
   Rows2d<Bf16> h_{at}, x_{at}, qkv_{at}, attended_{at}, o_{at}, wanted_{at};
   Rows2d<float> logits_{at};
   Rows2d<std::byte> workspace_{at};
-  DeviceCounts kv_counts{kernels::kNumQuantizeCounts, at};
+  DeviceCounts kv_counts{kernels::kNumQuantizeCounts, at, checks.counts()};
+
+  /// What the passes that ended well have met since metrics().
+  struct Met {
+    std::vector<std::int64_t> counts = std::vector<std::int64_t>(2 * kernels::kNumQuantizeCounts);
+    TopError top_error{};
+    kernels::MxError mx_error{};
+  };
+  Met met{};
+  Met met_before{};       // the last of them
+  bool finished = false;  // the pass that run() gave
+
+  void put_met() {
+    checks.put_counts(met.counts);
+    experts.top_error() = met.top_error;
+    experts.mx_error() = met.mx_error;
+  }
 
   TensorView<Bf16, 2> h() { return h_.view(rows, agreement.model.hidden); }
   TensorView<Bf16, 2> x() { return x_.view(rows, agreement.model.hidden); }
@@ -106,6 +122,7 @@ struct Forward::Impl {
 
 TensorView<const float, 2> Forward::Impl::run(const Pass& pass, std::span<const LayerKv> cache,
                                               Capture& capture) {
+  finished = false;
   weights.require_ready();
   require_pass(pass, agreement.model, cache.size());
   rows = pass.rows();
@@ -278,12 +295,25 @@ void Forward::finish() {
   impl_->checks.fetch();
   synchronize(impl_->at.device, impl_->at.stream);
   impl_->checks.settle();
+  impl_->finished = true;
+  impl_->met_before =
+      std::exchange(impl_->met, Impl::Met{impl_->checks.settled_counts(),
+                                          impl_->experts.top_error(), impl_->experts.mx_error()});
 }
 
 void Forward::abandon() noexcept {
   try {
     synchronize(impl_->at.device, impl_->at.stream);
-    metrics();
+    if (impl_->finished) impl_->met = impl_->met_before;
+    impl_->put_met();
+  } catch (...) {
+  }
+}
+
+void Forward::take_back() noexcept {
+  try {
+    impl_->met = impl_->met_before;
+    impl_->put_met();
   } catch (...) {
   }
 }
@@ -320,6 +350,7 @@ Metrics Forward::metrics() {
     metrics.merge(kernels::metrics(lost, "fp4/mx/act"));
     lost = {};
   }
+  impl_->met = impl_->met_before = {};
   return metrics;
 }
 

@@ -41,10 +41,13 @@ class Forward {
                                  Capture& capture);
   void finish();
 
-  /// After run(), in place of finish(): the pass failed elsewhere. Waits for what was given, for
-  /// its memory may be used again then; what quantization met since metrics() is forgotten, that
-  /// of earlier passes too: what the failed one met will be met again. What fails in this is not told: something else did before.
+  /// After run(), in place of finish() or behind it: the pass failed elsewhere. Waits for what was
+  /// given, for its memory may be used again then; what quantization met in it is forgotten, for it
+  /// will be met again. What fails in this is not told: something else did before.
   void abandon() noexcept;
+
+  /// The last pass that finish() ended will be read again: what it met is forgotten too. Waits.
+  void take_back() noexcept;
 
   /// Passes that were one call to the device, since the last call of this.
   std::int64_t take_replays();

@@ -21,11 +21,23 @@ const char* name_of(std::int32_t check) {
 
 }  // namespace
 
-PassChecks::PassChecks(std::int32_t layers, Workplace& at)
+PassChecks::PassChecks(std::int32_t layers, Workplace& at, std::int64_t counts)
     : layers_(layers),
+      num_counts_(counts),
       at_(&at),
-      cells_(at.device, bytes(), at.stream),
-      fetched_(bytes(), at.device) {}
+      cells_(at.device, all_bytes(), at.stream),
+      fetched_(all_bytes(), at.device) {}
+
+std::vector<std::int64_t> PassChecks::settled_counts() const {
+  const auto* from = reinterpret_cast<const std::int64_t*>(
+      (at_->on_cuda() ? fetched_.as<>() : cells_.as<>()) + counts_at());
+  return {from, from + num_counts_};
+}
+
+void PassChecks::put_counts(const std::vector<std::int64_t>& counts) const {
+  copy_bytes(this->counts(), at_->device, counts.data(), {}, 8 * num_counts_, at_->stream);
+  synchronize(at_->device, at_->stream);  // `counts` may end
+}
 
 void PassChecks::begin(const Pass& pass) {
   rows_ = static_cast<std::int32_t>(pass.asked_rows());
@@ -43,7 +55,7 @@ void PassChecks::look(const std::int32_t* cell) const {
 
 void PassChecks::fetch() {
   if (!at_->on_cuda()) return;
-  copy_bytes(fetched_.as<void>(), {}, cells_.as<void>(), at_->device, bytes(), at_->stream);
+  copy_bytes(fetched_.as<void>(), {}, cells_.as<void>(), at_->device, all_bytes(), at_->stream);
   asked_ = true;
 }
 

@@ -83,19 +83,22 @@ class CodeRows {
 /// Numbers that kernels add to.
 class DeviceCounts {
  public:
-  DeviceCounts(std::int64_t count, Workplace& at)
-      : at_(&at), count_(count), buffer_(at.device, count * kBytes, at.stream) {
+  /// In memory of their own, or where the pass brings them to the host with what else it brings.
+  DeviceCounts(std::int64_t count, Workplace& at, std::int64_t* data = nullptr)
+      : at_(&at), count_(count), data_(data) {
+    if (data_ == nullptr) {
+      buffer_ = Buffer(at.device, count * kBytes, at.stream);
+      data_ = buffer_.as<std::int64_t>();
+    }
     clear();
   }
 
-  TensorView<std::int64_t, 1> view() const {
-    return {buffer_.as<std::int64_t>(), {count_}, {1}, at_->device};
-  }
+  TensorView<std::int64_t, 1> view() const { return {data_, {count_}, {1}, at_->device}; }
 
   /// Since the last call. Waits for the device.
   std::vector<std::int64_t> take() {
     std::vector<std::int64_t> values(static_cast<std::size_t>(count_));
-    copy_bytes(values.data(), {}, buffer_.as<void>(), at_->device, count_ * kBytes, at_->stream);
+    copy_bytes(values.data(), {}, data_, at_->device, count_ * kBytes, at_->stream);
     synchronize(at_->device, at_->stream);
     clear();
     return values;
@@ -103,10 +106,11 @@ class DeviceCounts {
 
  private:
   static constexpr std::int64_t kBytes = sizeof(std::int64_t);
-  void clear() { fill_bytes(buffer_.as<void>(), at_->device, 0, count_ * kBytes, at_->stream); }
+  void clear() { fill_bytes(data_, at_->device, 0, count_ * kBytes, at_->stream); }
 
   Workplace* at_;
   std::int64_t count_;
+  std::int64_t* data_;
   Buffer buffer_;
 };
 
