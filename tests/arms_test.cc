@@ -9,6 +9,7 @@
 #include "cli/session.h"
 #include "cli/training.h"
 #include "recipe/compare.h"
+#include "rollout/door.h"
 
 namespace lockstep::cli {
 namespace {
@@ -55,6 +56,18 @@ INSTANTIATE_TEST_SUITE_P(Some, Arms, testing::Values("bf16", "quads", "trace_mod
                          [](const auto& param) { return param.param; });
 INSTANTIATE_TEST_SUITE_P(Nightly, Arms, testing::ValuesIn(arm_names()),
                          [](const auto& param) { return param.param; });
+
+/// Whether or not there is a GPU here.
+TEST(AllArms, HaveTheirKernelsOnAGpu) {
+  for (const std::string& name : arm_names()) {
+    const recipe::Recipe recipe = demo_with(name);
+    const ModelConfig model = open_policy(recipe.model, false).config;
+    const Arm arm = checked_arm(recipe, model);
+    EXPECT_NO_THROW(rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout,
+                                          {Device::Kind::kCuda, 0}))
+        << name;
+  }
+}
 
 /// The recipes that train, those of recipes/studies among them.
 std::vector<std::string> recipe_files() {

@@ -67,7 +67,7 @@ void look_at_device(Doctor& doctor) {
   const std::string there = driver.empty() ? "no NVIDIA device" : "an NVIDIA device, " + driver;
   const Device first = device_named("cuda:0");
   try {
-    train::require_runs({}, first);  // as auto asks
+    train::require_runs(first);  // as auto asks
   } catch (const Error& error) {
     return doctor.say(
         "device", cat({there, "; cpu alone can be used: ", recipe::why_not_cuda(error.what())}));

@@ -105,7 +105,7 @@ recipe::SettledDevice settled_device(const recipe::Recipe& recipe, const Arm& ar
   if (!trains) budget.trainer = budget.trainer_most = budget.evaluation = 0;
   return recipe::settle_device(recipe.device, budget, [&](Device device) {
     rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
-    if (trains) train::require_runs(arm.qat, device);
+    if (trains) train::require_runs(device);
   });
 }
 
@@ -114,9 +114,8 @@ void settle_device(recipe::Recipe& recipe, const Arm& arm, const ModelConfig& mo
 }
 
 void settle_device(recipe::SftRecipe& recipe, const recipe::Budget& budget) {
-  settle(recipe.device, recipe::settle_device(recipe.device, budget, [](Device device) {
-           train::require_runs({}, device);
-         }));
+  settle(recipe.device, recipe::settle_device(recipe.device, budget,
+                                              [](Device device) { train::require_runs(device); }));
 }
 
 namespace {

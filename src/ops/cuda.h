@@ -16,6 +16,7 @@
 #include "ops/attention.h"
 #include "ops/block.h"
 #include "ops/dense.h"
+#include "ops/experts.h"
 #include "ops/guide.h"
 #include "ops/torch.h"
 
@@ -29,7 +30,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const std::vector<Block>& blocks, const AttentionShape& shape);
 at::Tensor experts(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& w13,
                    const at::Tensor& w2, const at::Tensor& experts, const Rounding& round_slots,
-                   bool any_order);
+                   const Coded& coded, bool any_order);
 
 /// Like that of experts.h, by their logits and as int32: the softmax of equal logits is equal.
 at::Tensor choose_experts(const at::Tensor& logits, std::int64_t k);

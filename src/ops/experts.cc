@@ -319,10 +319,7 @@ Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Te
                bool any_order) {
   if constexpr (build::has_cuda) {
     if (x.is_cuda()) {
-      if (coded.gate_up != nullptr) {
-        throw Error("the rollout's own product in the trainer (QaRL) runs on the CPU only");
-      }
-      return cuda::experts(x, gates.contiguous(), w13, w2, experts, round_slots, any_order);
+      return cuda::experts(x, gates.contiguous(), w13, w2, experts, round_slots, coded, any_order);
     }
   }
   return Experts::apply(x, gates.contiguous(), w13, w2, experts, round_slots, bf16, coded);

@@ -8,6 +8,8 @@
 #include "kernels/dense/dispatch.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/grouped_product.h"
+#include "kernels/exact/mx_product.h"
+#include "kernels/exact/quantize.h"
 #include "kernels/exact/swiglu.h"
 #include "ops/cuda.h"
 #include "ops/device.h"
@@ -106,6 +108,50 @@ Tensor grouped(const Tensor& x, const Tensor& w, bool turned, const Tensor& offs
   return to.defined() ? scatter(y, to) : y;
 }
 
+/// The same product of codes: of x's rows, BF16, by the rule, and of w. Item i is row from[i] of x,
+/// and row to[i] of y; without them row i.
+Tensor coded_product(const Tensor& x, const Quantizer& rule, const CodeMatrix& w,
+                     const Tensor& offsets, const Tensor& from, const Tensor& to) {
+  const std::int64_t rows = x.size(0), cols = x.size(1);
+  const std::int64_t items = from.defined() ? from.size(0) : rows;
+  const Stream stream = stream_of(x);
+  const Tensor codes = at::empty({rows, rule.code_bytes(cols)}, x.options().dtype(at::kByte));
+  const Tensor scales = at::empty({rows, rule.scale_cols(cols)}, codes.options());
+  const Tensor global = at::empty({rows}, x.options().dtype(at::kFloat));
+  const PackedView<std::uint8_t> packed = {.codes = view_of<std::uint8_t>(codes),
+                                           .scales = view_of<std::uint8_t>(scales),
+                                           .global = over<float, 1>(global, {rows})};
+  kernels::quantize({.x = view_of<const Bf16>(x), .rule = rule, .out = packed}, stream);
+  const Tensor y = at::empty({items, w.out}, global.options());
+  const auto index = [](const Tensor& numbers) {
+    if (!numbers.defined()) return TensorView<const std::int32_t, 1>{};
+    return over<const std::int32_t, 1>(numbers, {numbers.size(0)});
+  };
+  if (rule.is_mx()) {
+    kernels::mx_product({.a = packed,
+                         .w = w.mxfp4,
+                         .experts = w.experts,
+                         .offsets = index(offsets),
+                         .from = index(from),
+                         .to = index(to),
+                         .out = view_of<float>(y)},
+                        stream);
+  } else {
+    const bool scaled = w.nvfp4.scaled || !rule.global_is_power_of_two;
+    const Tensor room = at::empty({scaled ? rows : 0}, global.options());
+    kernels::w4a4({.a = packed,
+                   .w = w.nvfp4,
+                   .offsets = index(offsets),
+                   .from = index(from),
+                   .to = index(to),
+                   .out = view_of<float>(y),
+                   .rule = rule,
+                   .room = {room.data_ptr<float>(), static_cast<std::size_t>(room.size(0))}},
+                  stream);
+  }
+  return y;
+}
+
 /// grad[e] += dy[rows of e]^T * x[rows of e].
 void add_grouped(const Tensor& grad, const Tensor& dy, const Tensor& x, const Tensor& offsets) {
   if (takes_rows(x, dy)) {
@@ -122,8 +168,9 @@ void add_grouped(const Tensor& grad, const Tensor& dy, const Tensor& x, const Te
 }
 
 /// Sorted gate-over-up rows in FP32 -> swiglu [T * K, F]; BF16 ones are the rollout's to the bit.
+/// `before` gets them as they are before the rounding.
 Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& rounding, bool any_order,
-              at::ScalarType type) {
+              at::ScalarType type, Tensor* before) {
   const std::int64_t rows = gate_up.size(0), f = gate_up.size(1) / 2;
   if (type != at::kBFloat16 && !rounding) {
     const Tensor g = gate_up.narrow(1, 0, f);
@@ -136,6 +183,7 @@ Tensor swiglu(const Tensor& gate_up, const Sorted& sorted, const Rounding& round
                    .up = {from + f, {rows, f}, {2 * f, 1}, device},
                    .out = view_of<Bf16>(numbers)},
                   stream_of(gate_up));
+  if (before != nullptr) *before = rounding && any_order ? numbers.clone() : numbers;
   if (rounding && any_order) {
     rounding(view_of<const Bf16>(numbers), view_of<Bf16>(numbers));
   } else if (rounding) {
@@ -202,11 +250,18 @@ SwigluGrads swiglu_grads(const Tensor& gate_up, const Tensor& dout, const Tensor
 struct Experts : Function<Experts> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gates,
                         const Tensor& w13, const Tensor& w2, const Tensor& experts,
-                        const Rounding& round_slots, bool any_order) {
+                        const Rounding& round_slots, const Coded& coded, bool any_order) {
     const Sorted sorted = sort_by_expert(experts, w13.size(0));
-    const Tensor gate_up = grouped(gather(x, sorted.token_of), w13, false, sorted.offsets);
-    const Tensor down_in = swiglu(gate_up, sorted, round_slots, any_order, x.scalar_type());
-    const Tensor down = grouped(down_in, w2, false, sorted.offsets, sorted.pair_of);
+    const bool codes = coded.gate_up != nullptr;
+    const Tensor gate_up = codes ? coded_product(coded.source, coded.rule, *coded.gate_up,
+                                                 sorted.offsets, sorted.token_of, {})
+                                 : grouped(gather(x, sorted.token_of), w13, false, sorted.offsets);
+    Tensor before;
+    const Tensor down_in =
+        swiglu(gate_up, sorted, round_slots, any_order, x.scalar_type(), codes ? &before : nullptr);
+    const Tensor down =
+        codes ? coded_product(before, coded.rule, *coded.down, sorted.offsets, {}, sorted.pair_of)
+              : grouped(down_in, w2, false, sorted.offsets, sorted.pair_of);
     ctx->save_for_backward(
         {x, gates, w13, w2, gate_up, down_in, sorted.pair_of, sorted.token_of, sorted.offsets});
     return combine(down, gates, x.scalar_type());
@@ -225,16 +280,23 @@ struct Experts : Function<Experts> {
     add_grouped(grad_of(w13), d.gate_up, gather(x, token_of), offsets);
     const Tensor din = grouped(d.gate_up, w13, true, offsets, pair_of);
     const Tensor none;
-    return {
-        combine(din, at::ones_like(gates), x.scalar_type()), d.gates, none, none, none, none, none};
+    return {combine(din, at::ones_like(gates), x.scalar_type()),
+            d.gates,
+            none,
+            none,
+            none,
+            none,
+            none,
+            none};
   }
 };
 
 }  // namespace
 
 Tensor experts(const Tensor& x, const Tensor& gates, const Tensor& w13, const Tensor& w2,
-               const Tensor& experts, const Rounding& round_slots, bool any_order) {
-  return Experts::apply(x, gates, w13, w2, experts, round_slots, any_order);
+               const Tensor& experts, const Rounding& round_slots, const Coded& coded,
+               bool any_order) {
+  return Experts::apply(x, gates, w13, w2, experts, round_slots, coded, any_order);
 }
 
 }  // namespace lockstep::ops::cuda

@@ -366,14 +366,17 @@ std::int64_t trainer_bytes(const std::string& device, bool bf16) {
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   Budget b;
+  std::int64_t codes = 0;
   for (const WeightId& id : weight_ids(model)) {
     const auto [out, in] = weight_shape(model, id.role);
     b.parameters += out * in;
     const bool packed = of_expert(id.role) && arm.contract.layers.has(id.layer);
-    b.rollout_weights += packed ? out * row_bytes(arm.contract.weight, in) : out * in * 2;
+    const std::int64_t coded = out * row_bytes(arm.contract.weight, in);
+    b.rollout_weights += packed ? coded : out * in * 2;
+    if (packed && arm.qat.real_product) codes += coded;  // the trainer's own
   }
   b.cache = recipe.rollout.cache_bytes;
-  b.trainer = trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters *
+  b.trainer = (trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters + codes) *
               (arm.rl.kl_weight > 0 ? 2 : 1);
   b.trainer_most = std::max(b.trainer, recipe.trainer.memory_bytes);
   b.swap = recipe.rollout.swap_bytes;

@@ -14,8 +14,8 @@ TEST(Preflight, AutoTellsWhatWasInTheWayAndNoRemedyThatItHasTaken) {
   EXPECT_EQ(
       why_not_cuda("device = \"cuda\": the driver is old; update it, or use device = \"cpu\""),
       "the driver is old; update it");
-  EXPECT_EQ(why_not_cuda("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\""),
-            "qat.real_product (QaRL) trains on the CPU only");
+  EXPECT_EQ(why_not_cuda("hidden is 40, and that is too little; use device = \"cpu\""),
+            "hidden is 40, and that is too little");
   const std::string full = "device is cuda, which has 1 GiB of 2 GiB free; 3 GiB are needed";
   EXPECT_EQ(why_not_cuda(full), full);
   if (!why_unusable({Device::Kind::kCuda, 0}).empty()) {

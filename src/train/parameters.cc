@@ -1,6 +1,7 @@
 #include "train/parameters.h"
 
 #include <algorithm>
+#include <cassert>
 #include <new>
 #include <optional>
 #include <set>
@@ -79,7 +80,7 @@ Parameters::Parameters(const ModelConfig& config, Numbers numbers, Device device
       moment1(total_, device, stream),
       moment2(total_, device, stream) {
   for (std::size_t i = 0; i < slots_.size(); ++i) index_[slots_[i].id] = i;
-  if (numbers_.codes) make_room_for_codes(config);
+  if (numbers_.codes) make_room_for_codes(config, stream);
 }
 
 std::int64_t Parameters::place(std::vector<Slot>& slots, std::int64_t offset,
@@ -126,36 +127,43 @@ void Parameters::write(const Floats& numbers, const Slot& slot, const float* val
 }
 
 ops::CodeMatrix Parameters::room_for_codes(std::int32_t experts, std::int32_t out,
-                                           std::int32_t cols) {
+                                           std::int32_t cols, Stream stream) {
   const auto take = [&](std::int64_t bytes) {
-    code_memory_.emplace_back(static_cast<std::size_t>((bytes + 63) / 64), Line{});
-    return code_memory_.back().front().bytes;
+    const Buffer& room = code_memory_.emplace_back(device_, bytes, stream);
+    fill_bytes(room.as<void>(), device_, 0, bytes, stream);
+    code_bytes_ += bytes;
+    return room.as<>();
   };
   ops::CodeMatrix matrix = {.experts = experts, .out = out};
   const Quantizer& rule = numbers_.contract.weight;
   if (!rule.is_mx()) {
-    matrix.nvfp4 = {take(experts * kernels::W4a4Weights::expert_bytes(out, cols)), experts, out,
-                    cols};
+    matrix.nvfp4 = {take(experts * kernels::W4a4Weights::expert_bytes(out, cols)),
+                    experts,
+                    out,
+                    cols,
+                    device_,
+                    !rule.global_is_power_of_two};
     return matrix;
   }
   const std::int64_t rows = std::int64_t{experts} * out;
   const auto plain = [&](std::int64_t width) {
     auto* bytes = reinterpret_cast<std::uint8_t*>(take(rows * width));
-    return TensorView<std::uint8_t, 2>{bytes, {rows, width}, {width, 1}};
+    return TensorView<std::uint8_t, 2>{bytes, {rows, width}, {width, 1}, device_};
   };
   matrix.mxfp4 = {plain(rule.code_bytes(cols)), plain(rule.scale_cols(cols)), {}};
   return matrix;
 }
 
-void Parameters::make_room_for_codes(const ModelConfig& config) {
+void Parameters::make_room_for_codes(const ModelConfig& config, Stream stream) {
   for (std::int32_t l = 0; l < config.num_layers; ++l) {
     if (!numbers_.contract.layers.has(Layer{l})) {
       codes_.emplace_back();
       continue;
     }
     codes_.push_back(
-        {.gate_up = room_for_codes(config.num_experts, 2 * config.expert_width, config.hidden),
-         .down = room_for_codes(config.num_experts, config.hidden, config.expert_width)});
+        {.gate_up =
+             room_for_codes(config.num_experts, 2 * config.expert_width, config.hidden, stream),
+         .down = room_for_codes(config.num_experts, config.hidden, config.expert_width, stream)});
   }
 }
 
@@ -166,19 +174,19 @@ const ExpertCodes* Parameters::codes(Layer layer) const {
 }
 
 /// Where the exact product will read them.
-void Parameters::keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const {
+void Parameters::keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed,
+                            Stream stream) const {
   const ExpertCodes* kept = codes(slot.id.layer);
   if (kept == nullptr) return;
   const ops::CodeMatrix& to = slot.id.role == WeightId::Role::kDown ? kept->down : kept->gate_up;
   const std::int32_t expert = slot.id.expert.value;
   const Quantizer& rule = numbers_.contract.weight;
-  if (!rule.is_mx()) return kernels::w4a4_fill(to.nvfp4, expert, 0, packed, {}, rule);
+  if (!rule.is_mx()) return kernels::w4a4_fill(to.nvfp4, expert, 0, packed, stream, rule);
   const auto copy = [&](const TensorView<const std::uint8_t, 2>& from,
                         const TensorView<std::uint8_t, 2>& into) {
-    for (std::int64_t row = 0; row < slot.rows; ++row) {
-      std::copy_n(from.data + row * from.stride[0], from.shape[1],
-                  into.data + (expert * slot.rows + row) * into.stride[0]);
-    }
+    assert(from.stride[0] == into.stride[0] && "rows lie without gaps");
+    copy_bytes(into.data + expert * slot.rows * into.stride[0], device_, from.data, device_,
+               slot.rows * from.stride[0], stream);
   };
   copy(packed.codes, to.mxfp4.codes);
   copy(packed.scales, to.mxfp4.scales);
@@ -261,7 +269,8 @@ void Parameters::refresh_on_device(Stream stream) const {
   } else {
     round_to_bf16(masters, rounded, stream);
   }
-  if (!numbers_.fp4_experts || fake_quantize_at_once(stream)) return;
+  if (!numbers_.fp4_experts) return;
+  if (codes_.empty() && fake_quantize_at_once(stream)) return;
   const Quantizer& rule = numbers_.contract.weight;
   std::int64_t codes = 0, scales = 0, mantissas = 0, numbers = 0;
   for (const Slot& slot : slots_) {
@@ -294,6 +303,7 @@ void Parameters::refresh_on_device(Stream stream) const {
     }
     kernels::quantize({.x = bf16, .rule = rule, .out = packed}, stream);
     kernels::dequantize({.codes = packed, .rule = rule, .bf16 = bf16}, stream);
+    keep_codes(slot, packed, stream);
     if (!numbers_.bf16) widen(device_, bf16.data, wide, count, stream);
   }
 }

@@ -98,32 +98,32 @@ class Parameters {
   /// Of the device's memory.
   std::int64_t bytes() const {
     return masters.bytes() + compute.bytes() + compute_bf16.bytes() + moment1.bytes() +
-           moment2.bytes();
+           moment2.bytes() + code_bytes_;
   }
 
  private:
   std::int64_t place(std::vector<Slot>& slots, std::int64_t offset, const ModelConfig& config);
 
-  void make_room_for_codes(const ModelConfig& config);
-  ops::CodeMatrix room_for_codes(std::int32_t experts, std::int32_t out, std::int32_t cols);
-  void keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed) const;
+  void make_room_for_codes(const ModelConfig& config, Stream stream);
+  ops::CodeMatrix room_for_codes(std::int32_t experts, std::int32_t out, std::int32_t cols,
+                                 Stream stream);
+  void keep_codes(const Slot& slot, const PackedView<const std::uint8_t>& packed,
+                  Stream stream = {}) const;
   void fake_quantize(const Slot& slot) const;
   bool is_fp4(const Slot& slot) const;
   void refresh_on_device(Stream stream) const;
   bool fake_quantize_at_once(Stream stream) const;
   void check_finite(Stream stream) const;
 
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
   Numbers numbers_;
   std::int64_t num_experts_;
   Device device_;
   std::vector<ExpertCodes> codes_;  // [L], or empty
-  std::vector<std::vector<Line>> code_memory_;
+  std::vector<Buffer> code_memory_;
   std::vector<Slot> slots_;
   std::map<WeightId, std::size_t> index_;
   std::int64_t total_ = 0;
+  std::int64_t code_bytes_ = 0;
 
  public:
   Floats masters;

@@ -261,6 +261,7 @@ void Sites::compensate_there(Place place, TensorView<const Bf16, 2> from,
     PackedView<std::uint8_t> view{.codes = bytes(rule.code_bytes(cols)),
                                   .scales = bytes(rule.scale_cols(cols)),
                                   .global = {}};
+    if (rule.macro_block > 0) view.mantissas = bytes(rule.macro_cols(cols));
     owned.push_back(at::empty({rows}, options.dtype(at::kFloat)));
     view.global = {owned.back().data_ptr<float>(), {rows}, {1}, device};
     return view;

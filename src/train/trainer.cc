@@ -295,8 +295,8 @@ void check_product(const Agreement& agreement, const Qat& qat, const Options& op
   }
 }
 
-void check(const Agreement& agreement, const Qat& qat, const Options& options, Device device) {
-  require_runs(qat, device);
+void check(const Agreement& agreement, const Options& options, Device device) {
+  require_runs(device);
   if (options.tokens_per_pass <= 0) {
     throw Error("tokens_per_pass is " + std::to_string(options.tokens_per_pass) +
                 "; it must be positive");
@@ -309,13 +309,7 @@ void check(const Agreement& agreement, const Qat& qat, const Options& options, D
 
 }  // namespace
 
-void require_runs(const Qat& qat, Device device) {
-  const bool on_cpu = device.kind == Device::Kind::kCpu;
-  if (!on_cpu && qat.real_product) {
-    throw Error("qat.real_product (QaRL) trains on the CPU only; set device = \"cpu\"");
-  }
-  ops::prepare_torch(device);
-}
+void require_runs(Device device) { ops::prepare_torch(device); }
 
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                                  const Sites& sites, const TraceSource* trace,
@@ -365,7 +359,7 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
 
 Trainer::Trainer(const Agreement& agreement, const Qat& qat, const Options& options, Device device,
                  Comm& comm) {
-  check(agreement, qat, options, device);
+  check(agreement, options, device);
   check_product(agreement, qat, options);
   keep_freed_memory();
   impl_ = std::make_unique<Impl>(agreement, qat, options, device, comm);

@@ -63,7 +63,7 @@ using Routes = std::vector<std::vector<std::uint16_t>>;
 
 /// Throws Error, one line with the remedy, where `device` has no trainer for that: before anything
 /// long starts. Makes torch ready for it otherwise (ops/device.h).
-void require_runs(const Qat& qat, Device device);
+void require_runs(Device device);
 
 class Trainer {
  public:
