@@ -4,10 +4,14 @@
 
 #include <cmath>
 #include <random>
+#include <string>
+#include <tuple>
 
+#include "device/testing.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/guide.h"
 #include "model/names.h"
+#include "ops/device.h"
 #include "ops/experts.h"
 #include "rollout/capture.h"
 #include "rollout/forward_experts.h"
@@ -32,6 +36,37 @@ constexpr ModelConfig kModel = {.num_layers = 1,
                                 .vocabulary = 20,
                                 .max_positions = 64};
 
+/// Where the test's two engines lie.
+Device& here() {
+  static Device device;
+  return device;
+}
+bool on_cuda() { return here().kind == Device::Kind::kCuda; }
+
+/// Numbers there, [rows, cols], and what torch sees of them: BF16 on a CUDA device, FP32 else.
+struct Numbers {
+  Numbers(const std::vector<Bf16>& values, std::int64_t rows, std::int64_t cols)
+      : bytes(to_device(values, here())),
+        view{bytes.as<Bf16>(), {rows, cols}, {cols, 1}, here()},
+        tensor(at::empty({rows, cols}, options())) {
+    if (on_cuda()) {
+      const auto count = static_cast<std::int64_t>(values.size() * sizeof(Bf16));
+      copy_bytes(tensor.data_ptr(), here(), values.data(), {}, count);
+      synchronize(here());
+    } else {
+      ops::load_bf16(values.data(), tensor);
+    }
+  }
+  static at::TensorOptions options() {
+    return at::TensorOptions(ops::torch_device(here()))
+        .dtype(on_cuda() ? at::kBFloat16 : at::kFloat);
+  }
+
+  Buffer bytes;
+  TensorView<const Bf16, 2> view;
+  Tensor tensor;
+};
+
 /// Both sides of one layer under a contract.
 class Engines {
  public:
@@ -39,8 +74,10 @@ class Engines {
       : agreement_{.model = kModel, .contract = contract, .guide = {}},
         qat_(qat),
         options_(options),
-        masters_(kModel, {.contract = contract, .fp4_experts = true, .codes = qat.real_product}),
-        weights_(agreement_) {
+        masters_(kModel, {.contract = contract, .fp4_experts = true, .codes = qat.real_product},
+                 here()),
+        weights_(agreement_, here()),
+        x_(numbers(), kTokens, width()) {
     const auto sink = train::masters_sink(masters_, [this] { masters_.refresh(); });
     std::mt19937 random(7);
     std::normal_distribution<float> gauss;
@@ -53,79 +90,85 @@ class Engines {
     }
     sink->commit();
     sync::refit(*train::masters_source(masters_), weights_, contract, WeightVersion{1});
-    for (std::int64_t i = 0; i < kTokens * kModel.hidden; ++i) {
-      x_.push_back(to_bf16(gauss(random) * (i % 64 == 0 ? 20.0f : 1.0f)));
-    }
+    synchronize(here());
   }
 
   std::vector<Bf16> of_rollout() {
-    rollout::Workplace at;
+    rollout::Workplace at{.device = here()};
     rollout::ForwardExperts experts(agreement_, options_, at);
     rollout::PassChecks checks(kModel.num_layers, at);
-    rollout::Capture capture(agreement_, nullptr);
+    rollout::Capture capture(agreement_, nullptr, false, here());
     rollout::Pass pass;
     pass.tokens.resize(kTokens);
     capture.begin(pass);
     checks.begin(pass);
-    std::vector<Bf16> out(x_.size());
-    experts.run(pass, Layer{0}, weights_.layer(0), x(), capture, checks,
-                {out.data(), {kTokens, width()}, {width(), 1}});
-    return out;
+    const Buffer out(here(), kTokens * width() * std::int64_t{sizeof(Bf16)});
+    experts.run(pass, Layer{0}, weights_.layer(0), x_.view, capture, checks,
+                {out.as<Bf16>(), {kTokens, width()}, {width(), 1}, here()});
+    return to_host<Bf16>(out);
   }
 
   /// With the rollout's own choice of experts and gates.
   std::vector<Bf16> of_trainer() {
-    std::vector<float> logits(kTokens * kModel.num_experts);
-    std::vector<std::int32_t> chosen(kTokens * kModel.experts_per_token);
-    Tensor gates = at::empty({kTokens, kModel.experts_per_token}, at::kFloat);
-    const auto view = [](auto* data, std::int64_t cols) {
-      return TensorView<std::remove_pointer_t<decltype(data)>, 2>{data, {kTokens, cols}, {cols, 1}};
-    };
-    kernels::linear_bf16({.x = x(),
-                          .weight = weights_.layer(0).router,
-                          .y = view(logits.data(), kModel.num_experts)},
-                         {});
-    kernels::router({.logits = view(logits.data(), kModel.num_experts),
-                     .experts = view(chosen.data(), kModel.experts_per_token),
-                     .gates = view(gates.data_ptr<float>(), kModel.experts_per_token)},
+    const auto there = at::TensorOptions(ops::torch_device(here()));
+    const Tensor logits = at::empty({kTokens, kModel.num_experts}, there.dtype(at::kFloat));
+    const Tensor chosen = at::empty({kTokens, kModel.experts_per_token}, there.dtype(at::kInt));
+    const Tensor gates = at::empty({kTokens, kModel.experts_per_token}, there.dtype(at::kFloat));
+    kernels::linear_bf16(
+        {.x = x_.view, .weight = weights_.layer(0).router, .y = ops::view_of<float>(logits)}, {});
+    kernels::router({.logits = ops::view_of<const float>(logits),
+                     .experts = ops::view_of<std::int32_t>(chosen),
+                     .gates = ops::view_of<float>(gates)},
                     {});
-    Tensor experts = at::empty({kTokens, kModel.experts_per_token}, at::kLong);
-    std::copy(chosen.begin(), chosen.end(), experts.data_ptr<std::int64_t>());
+    const Tensor experts = on_cuda() ? chosen : chosen.to(at::kLong);
 
     train::Pack pack;
     pack.token.resize(kTokens);
     const train::Sites sites(agreement_, qat_, pack, nullptr, nullptr);
-    Tensor numbers = at::empty({kTokens, width()}, at::kFloat);
-    ops::load_bf16(x_.data(), numbers);
     const train::ExpertCodes* codes = masters_.codes(Layer{0});
     EXPECT_EQ(codes != nullptr, qat_.real_product);
     ops::Coded coded;
     if (codes != nullptr) {
-      coded = {&codes->gate_up, &codes->down, agreement_.contract.activation, numbers};
+      coded = {&codes->gate_up, &codes->down, agreement_.contract.activation, x_.tensor};
     }
     const auto matrix = [&](WeightId::Role role) {
       const auto [rows, cols] = weight_shape(kModel, role);
-      return at::from_blob(masters_.compute.data() + masters_.slot({role, {}, {}}).offset,
-                           {kModel.num_experts, rows, cols}, at::kFloat);
+      const std::int64_t offset = masters_.slot({role, {}, {}}).offset;
+      void* const data = on_cuda() ? static_cast<void*>(masters_.compute_bf16.as<Bf16>() + offset)
+                                   : static_cast<void*>(masters_.compute.data() + offset);
+      return at::from_blob(data, {kModel.num_experts, rows, cols}, Numbers::options());
     };
     const Tensor y =
-        ops::experts(sites.w13_in(Layer{0}, numbers), gates, matrix(WeightId::Role::kGateUp),
+        ops::experts(sites.w13_in(Layer{0}, x_.tensor), gates, matrix(WeightId::Role::kGateUp),
                      matrix(WeightId::Role::kDown), experts, sites.w2_in(Layer{0}), true, coded);
-    std::vector<Bf16> out(x_.size());
-    ops::store_bf16(y, out.data());
+    std::vector<Bf16> out(static_cast<std::size_t>(kTokens * width()));
+    if (!on_cuda()) {
+      ops::store_bf16(y, out.data());
+      return out;
+    }
+    copy_bytes(out.data(), {}, y.const_data_ptr(), here(), static_cast<std::int64_t>(y.nbytes()));
+    synchronize(here());
     return out;
   }
 
  private:
   static constexpr std::int64_t width() { return kModel.hidden; }
-  TensorView<const Bf16, 2> x() const { return {x_.data(), {kTokens, width()}, {width(), 1}}; }
+  static std::vector<Bf16> numbers() {
+    std::mt19937 random(8);
+    std::normal_distribution<float> gauss;
+    std::vector<Bf16> x;
+    for (std::int64_t i = 0; i < kTokens * kModel.hidden; ++i) {
+      x.push_back(to_bf16(gauss(random) * (i % 64 == 0 ? 20.0f : 1.0f)));
+    }
+    return x;
+  }
 
   Agreement agreement_;
   train::Qat qat_;
   rollout::Options options_;
   train::Parameters masters_;
   rollout::Weights weights_;
-  std::vector<Bf16> x_;
+  Numbers x_;
 };
 
 double relative_distance(const std::vector<Bf16>& a, const std::vector<Bf16>& b) {
@@ -144,10 +187,25 @@ Contract in_macro_blocks() {
   return contract;
 }
 
-class RealProduct : public testing::TestWithParam<const char*> {};
+/// A body for every device.
+class OnDevice : public testing::TestWithParam<Device> {
+ protected:
+  OnDevice() { here() = GetParam(); }
+};
+
+std::vector<Device> torch_devices() {
+  const std::vector<Device> all = devices();
+  for (const Device& device : all) ops::prepare_torch(device);
+  return all;
+}
+
+class RealProduct : public testing::TestWithParam<std::tuple<Device, const char*>> {
+ protected:
+  RealProduct() { here() = std::get<0>(GetParam()); }
+};
 
 TEST_P(RealProduct, TheTrainersExpertsAreTheRolloutsBitForBit) {
-  const Contract contract = contracts::preset(GetParam(), 1);
+  const Contract contract = contracts::preset(std::get<1>(GetParam()), 1);
   ASSERT_NE(expert_product(contract), ExpertProduct::kBf16);
   Engines real(contract, {.weights = true, .activations = true, .real_product = true});
   const std::vector<Bf16> theirs = real.of_rollout();
@@ -162,15 +220,19 @@ TEST_P(RealProduct, TheTrainersExpertsAreTheRolloutsBitForBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Contracts, RealProduct,
-                         testing::Values("lockstep", "te", "mx-rceil", "mx-floor", "mx-even"),
+                         testing::Combine(testing::ValuesIn(torch_devices()),
+                                          testing::Values("lockstep", "te", "mx-rceil", "mx-floor",
+                                                          "mx-even")),
                          [](const auto& param) {
-                           std::string name = param.param;
+                           std::string name = std::get<1>(param.param);
                            std::erase(name, '-');
-                           return name;
+                           const bool cpu = std::get<0>(param.param) == Device{};
+                           return name + (cpu ? "_cpu" : "_cuda");
                          });
 
 /// Macro blocks have no exact product: operands are equal, sums are in another order.
-TEST(MacroBlocks, BothEnginesMultiplyTheSameOperands) {
+using MacroBlocks = OnDevice;
+TEST_P(MacroBlocks, BothEnginesMultiplyTheSameOperands) {
   Engines engines(in_macro_blocks(), {.weights = true, .activations = true});
   Engines without(contracts::preset("mx-rceil", 1), {.weights = true, .activations = true});
   const std::vector<Bf16> rollout = engines.of_rollout();
@@ -179,7 +241,8 @@ TEST(MacroBlocks, BothEnginesMultiplyTheSameOperands) {
 }
 
 /// The dense second pass of MXFP4, alone and in macro blocks: less is lost, alike on both sides.
-TEST(Residual, HalfOfItGoesBackUnderMxfp4Too) {
+using Residual = OnDevice;
+TEST_P(Residual, HalfOfItGoesBackUnderMxfp4Too) {
   const SiteSet both = {Site::kW13In, Site::kW2In};
   rollout::Options half;
   half.residual = rollout::Residual::kDense;
@@ -198,6 +261,34 @@ TEST(Residual, HalfOfItGoesBackUnderMxfp4Too) {
     EXPECT_LT(relative_distance(exact, rollout), 0.8 * before);
   }
 }
+
+/// Equal inputs, and codes that no order of sums moves: what is left is the gates' last bit.
+using Rollout = OnDevice;
+TEST_P(Rollout, IsThatOfTheCpu) {
+  rollout::Options none, split, half;
+  split.drift.split_k = true;
+  half.residual = rollout::Residual::kDense;
+  half.residual_alpha = 0.5f;
+  half.residual_sites = {Site::kW13In, Site::kW2In};
+  for (const char* preset : {"lockstep", "te", "modelopt", "mx-rceil", "macro"}) {
+    const Contract contract =
+        std::string(preset) == "macro" ? in_macro_blocks() : contracts::preset(preset, 1);
+    const bool fp32 = expert_product(contract) == ExpertProduct::kNvfp4 &&
+                      !contract.activation.global_is_power_of_two;
+    for (const rollout::Options& options : {none, split, half}) {
+      if (fp32 && options.residual != rollout::Residual::kNone) continue;
+      const std::vector<Bf16> there = Engines(contract, {.weights = true}, options).of_rollout();
+      here() = {};
+      const std::vector<Bf16> cpu = Engines(contract, {.weights = true}, options).of_rollout();
+      here() = GetParam();
+      EXPECT_LT(relative_distance(there, cpu), 0.003) << preset << ", " << options.drift.split_k;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Rollout, testing::ValuesIn(torch_devices()), name_of_device);
+INSTANTIATE_TEST_SUITE_P(Devices, MacroBlocks, testing::ValuesIn(torch_devices()), name_of_device);
+INSTANTIATE_TEST_SUITE_P(Devices, Residual, testing::ValuesIn(torch_devices()), name_of_device);
 
 }  // namespace
 }  // namespace lockstep

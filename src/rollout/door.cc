@@ -43,28 +43,11 @@ void require_widths(const ModelConfig& model, const Options& options) {
 }
 
 void require_formats(const Contract& contract, const Options& options) {
-  if (!(contract.k == contract.v)) {
-    refuse("contract.k and contract.v differ; on a CUDA device a cache has one format for both");
-  }
-  for (const Quantizer* rule : {&contract.weight, &contract.activation}) {
-    if (rule->macro_block == 0) continue;
-    refuse(cat({"macro_block is ", rule->macro_block, "; macro blocks are made on the CPU only"}));
-  }
-  switch (expert_product(contract)) {
-    case ExpertProduct::kBf16: break;
-    case ExpertProduct::kMxfp4: break;
-    case ExpertProduct::kNvfp4:
-      if (contract.weight.global_is_power_of_two && contract.activation.global_is_power_of_two) {
-        break;
-      }
-      refuse(
-          "the contract's global scales are FP32 numbers; on a CUDA device NVFP4 is multiplied "
-          "under powers of two alone");
-  }
-  if (options.drift.split_k && expert_product(contract) != ExpertProduct::kBf16) {
-    refuse(
-        "drift.split_k is true under an exact product of the experts, whose halves have no CUDA "
-        "kernel: drift.noise has one");
+  const bool powers =
+      contract.weight.global_is_power_of_two && contract.activation.global_is_power_of_two;
+  if (expert_product(contract) == ExpertProduct::kNvfp4 && !powers &&
+      options.residual != Residual::kNone) {
+    refuse("the contract's global scales are FP32 numbers, under which a residual is not NVFP4");
   }
 }
 

@@ -101,6 +101,24 @@ TEST_P(EngineBesideCpu, ScoresAndCodesAreNearlyThoseOfTheCpu) {
   run("quads", small_agreement(Guidance::kFullForced), quads, 0.03, 0.95);
   run("of", small_agreement(Guidance::kFullForced), half, 0.03, 0.95);
   run("mxfp4, of", mx, half, 0.03, 0.95);
+  // A cache that records say nothing of, for their rules have none.
+  Agreement te = w4a16, macro = w4a16;
+  te.contract.weight = contracts::preset("te", 1).weight;
+  te.contract.activation = contracts::preset("te", 1).activation;
+  macro.contract.weight = macro.contract.activation = contracts::preset("mx-rceil", 1).weight;
+  macro.contract.weight.macro_block = macro.contract.activation.macro_block = 128;
+  Options split;
+  split.drift.split_k = true;
+  Agreement k_alone = small_agreement(Guidance::kFullForced);
+  k_alone.contract.v = {};
+  k_alone.guide.sites = {Site::kW13In, Site::kK};
+  run("w4a4, V in BF16", k_alone, {}, 0.03, 0.95);
+  run("te", te, {}, 0.03, 0.95);
+  run("macro blocks", macro, {}, 0.03, 0.95);
+  run("macro blocks, of", macro, half, 0.03, 0.95);
+  Agreement halves = small_agreement(Guidance::kFullForced);
+  halves.model.expert_width = 64;
+  run("w4a4, split_k", halves, split, 0.03, 0.95);
 }
 
 /// Decoding is given to the device again and again, and that changes no bit: not of a pass that was
@@ -194,18 +212,17 @@ TEST_P(EngineBesideCpu, RefusesInOneLineWhatTheDeviceHasNoKernelFor) {
   const auto made = [&](const Agreement& a, const Options& options = {}) {
     return refusal([&] { Engine(a, options, GetParam(), nullptr, *comm); });
   };
-  Agreement a = small_agreement();
-  a.contract.v = {};
-  Options halves;
-  halves.drift.split_k = true;
-  Agreement fp32 = small_agreement();
+  Agreement fp32 = small_agreement(), wide = small_agreement();
   fp32.contract.weight.global_is_power_of_two = false;
-  EXPECT_EQ(made(a).find("contract.k and contract.v differ") != std::string::npos, on_cuda());
-  EXPECT_EQ(made(small_agreement(), halves).find("drift.split_k") != std::string::npos, on_cuda());
+  EXPECT_EQ(made(fp32), "");
+  Options quads;
+  quads.residual = Residual::kChannels;
+  wide.model.head_dim = 48;
   if (on_cuda()) {
-    EXPECT_NE(made(fp32).find("global scales are FP32"), std::string::npos) << made(fp32);
+    EXPECT_NE(made(fp32, quads).find("global scales are FP32"), std::string::npos);
+    EXPECT_NE(made(wide).find("head_dim is 48"), std::string::npos) << made(wide);
   }
-  for (const std::string& line : {made(a), made(small_agreement(), halves)}) {
+  for (const std::string& line : {made(fp32, quads), made(wide)}) {
     EXPECT_EQ(line.find("device = \"cpu\"") != std::string::npos, on_cuda()) << line;
   }
 }

@@ -1,7 +1,6 @@
 #include "rollout/forward_experts.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -9,6 +8,7 @@
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/dequantize.h"
+#include "kernels/exact/halves.h"
 #include "kernels/exact/moe_w4a4.h"
 #include "kernels/exact/residual.h"
 #include "kernels/exact/swiglu.h"
@@ -19,23 +19,6 @@ namespace {
 
 constexpr std::int64_t kMxErrorRows = 32;
 constexpr std::int64_t kOneOpRows = 256;
-
-/// A copy of rows of codes with one half of the columns zero: the product of that is a half sum.
-void half_of(const PackedView<const std::uint8_t>& from, bool second,
-             const PackedView<std::uint8_t>& to) {
-  const std::int64_t bytes = from.codes.shape[1];
-  const std::int64_t middle = bytes / 2;
-  for (std::int64_t row = 0; row < from.codes.shape[0]; ++row) {
-    std::uint8_t* codes = to.codes.data + row * bytes;
-    std::memcpy(codes, from.codes.data + row * from.codes.stride[0],
-                static_cast<std::size_t>(bytes));
-    std::fill(codes + (second ? 0 : middle), codes + (second ? middle : bytes), std::uint8_t{0});
-    std::memcpy(to.scales.data + row * to.scales.stride[0],
-                from.scales.data + row * from.scales.stride[0],
-                static_cast<std::size_t>(from.scales.shape[1]));
-    to.global.data[row] = from.global.data[row * from.global.stride[0]];
-  }
-}
 
 void require_residual(const Agreement& agreement, const Options& options) {
   const float alpha = options.residual_alpha;
@@ -62,7 +45,8 @@ void require_residual(const Agreement& agreement, const Options& options) {
 
 }  // namespace
 
-ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at)
+ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at,
+                               std::int64_t* counts)
     : agreement_(agreement),
       options_(options),
       at_(&at),
@@ -70,7 +54,7 @@ ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& option
       f_(agreement.model.expert_width),
       experts_(agreement.model.num_experts),
       slots_(agreement.model.experts_per_token),
-      counts_(kernels::kNumQuantizeCounts, at),
+      counts_(kernels::kNumQuantizeCounts, at, counts),
       logits_(at),
       gates_(at),
       up_(at),
@@ -78,6 +62,7 @@ ForwardExperts::ForwardExperts(const Agreement& agreement, const Options& option
       half_(at),
       rest_(at),
       scores_(at),
+      powers_(at),
       chosen_(at),
       index_(at),
       gathered_(at),
@@ -141,6 +126,7 @@ bool ForwardExperts::fits_one_op(const Pass& pass, Layer layer, const LayerWeigh
                                  const Capture& capture) const {
   if (!at_->on_cuda() || pass.rows() > kOneOpRows || f_ > kernels::kMoeMostWidth) return false;
   if (weights.format != ExpertFormat::kW4a4 || options_.drift.split_k) return false;
+  if (weights.gate_up_codes.scaled) return false;
   const Quantizer& rule = agreement_.contract.activation;
   if (rule.global != GlobalScale::kPerToken || !rule.is_guidable()) return false;
   return !compensates(layer, weights, Site::kW13In) && !compensates(layer, weights, Site::kW2In) &&
@@ -298,12 +284,16 @@ void ForwardExperts::coded_product(const SiteInput& site, const kernels::W4a4Wei
                                               : options_.residual_alpha == 0.5f ? 1
                                                                                 : 2,
                          .rule = site.rule};
+  if (at_->on_cuda() && (weights.scaled || !site.rule.global_is_power_of_two)) {
+    const auto powers = powers_.view(1, site.codes.codes.shape[0]);
+    args.room = {powers.data, static_cast<std::size_t>(powers.shape[1])};
+  }
   if (!options_.drift.split_k) return kernels::w4a4(args, at_->stream);
   in_halves(site, y, [&](const SiteInput& half, TensorView<float, 2> out) {
     args.a = half.codes;
     args.residual = half.residual;
     args.out = out;
-    kernels::w4a4(args);
+    kernels::w4a4(args, at_->stream);
   });
 }
 
@@ -344,21 +334,19 @@ void ForwardExperts::in_halves(
   const std::int64_t rows = site.codes.codes.shape[0];
   const std::int64_t cols = 2 * site.codes.codes.shape[1];
   const auto second = half_.view(y.shape[0], y.shape[1]);
-  for (const bool upper : {false, true}) {
+  for (const bool first : {true, false}) {
     SiteInput half = site;
     const auto codes = halves_.view(rows, cols, agreement_.contract.activation);
-    half_of(site.codes, upper, codes);
+    kernels::keep_half(site.codes, first, codes, at_->stream);
     half.codes = codes;
     if (!site.residual.codes.empty()) {
       const auto residual = residual_halves_.view(rows, cols, agreement_.contract.activation);
-      half_of(site.residual, upper, residual);
+      kernels::keep_half(site.residual, first, residual, at_->stream);
       half.residual = residual;
     }
-    multiply(half, upper ? second : y);
+    multiply(half, first ? y : second);
   }
-  for (std::int64_t i = 0; i < y.shape[0] * y.shape[1]; ++i) {
-    y.data[i] = to_float(to_bf16(y.data[i])) + to_float(to_bf16(second.data[i]));
-  }
+  kernels::add_halves(second, y, at_->stream);
 }
 
 void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMatrix& weights,
@@ -369,7 +357,8 @@ void ForwardExperts::bf16_product(const SiteInput& site, const kernels::PackedMa
     if (site.residual.codes.empty()) {
       kernels::dequantize({.codes = site.codes, .rule = site.rule, .bf16 = plain}, at_->stream);
     } else {
-      kernels::add_residual(site.codes, site.residual, site.rule, options_.residual_alpha, plain);
+      kernels::add_residual(site.codes, site.residual, site.rule, options_.residual_alpha, plain,
+                            at_->stream);
     }
     x = plain;
   }

@@ -34,7 +34,9 @@ using ExpertObserver = std::function<void(const ExpertInputs&)>;
 /// quantization in one op, which gives the same bits.
 class ForwardExperts {
  public:
-  ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at);
+  /// `counts`: where what quantization meets is counted, if not in memory of its own.
+  ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at,
+                 std::int64_t* counts = nullptr);
 
   /// out = the combined output for `x` [n, D], BF16, normalized and finite. Records go to
   /// `capture`, rows with operands of W2 that are not finite to `checks`.
@@ -105,7 +107,7 @@ class ForwardExperts {
 
   // Of the pass that runs. Items are (row, slot) pairs in the order of their experts.
   Dispatched items_;
-  Rows2d<float> logits_, gates_, up_, down_, half_, rest_, scores_;
+  Rows2d<float> logits_, gates_, up_, down_, half_, rest_, scores_, powers_;
   Rows2d<std::int32_t> chosen_, index_;
   Rows2d<Bf16> gathered_, w2_in_, dequantized_;
   CodeRows codes_, w2_codes_, residual_, halves_, residual_halves_;

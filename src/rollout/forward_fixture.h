@@ -71,7 +71,7 @@ struct OwnedWeight {
   std::int64_t rows = 0, cols = 0;
   std::int64_t bands = 0;  // rows of scales
   std::vector<Bf16> plain;
-  std::vector<std::uint8_t> codes, scales;
+  std::vector<std::uint8_t> codes, scales, mantissas{};
   float global = 1.0f;
   bool coded = false;
 
@@ -81,7 +81,13 @@ struct OwnedWeight {
     const std::int64_t blocks = static_cast<std::int64_t>(scales.size()) / bands;
     return {{codes.data(), {rows, bytes}, {bytes, 1}},
             {scales.data(), {bands, blocks}, {blocks, 1}},
-            {&global, {rows}, {0}}};
+            {&global, {rows}, {0}},
+            mantissa_view(mantissas.data())};
+  }
+  template <typename T>
+  TensorView<T, 2> mantissa_view(T* data) const {
+    const std::int64_t width = static_cast<std::int64_t>(mantissas.size()) / rows;
+    return width == 0 ? TensorView<T, 2>{} : TensorView<T, 2>{data, {rows, width}, {width, 1}};
   }
   Weight weight() const {
     if (coded) return {id, code_view()};
@@ -117,9 +123,11 @@ inline std::vector<OwnedWeight> random_weights(const Agreement& agreement, std::
       const std::int64_t blocks = rule.scale_cols(w.cols);
       w.codes.resize(static_cast<std::size_t>(w.rows * bytes));
       w.scales.resize(static_cast<std::size_t>(bands * blocks));
+      w.mantissas.resize(static_cast<std::size_t>(w.rows * rule.macro_cols(w.cols)));
       const PackedView<std::uint8_t> out = {{w.codes.data(), {w.rows, bytes}, {bytes, 1}},
                                             {w.scales.data(), {bands, blocks}, {blocks, 1}},
-                                            {&w.global, {1}, {0}}};
+                                            {&w.global, {1}, {0}},
+                                            w.mantissa_view(w.mantissas.data())};
       kernels::quantize_weight({master.data(), shape, {w.cols, 1}}, contract.weight, out);
     }
     weights.push_back(std::move(w));

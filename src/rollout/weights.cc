@@ -160,7 +160,8 @@ PackedMatrix Weights::matrix(std::int64_t out, std::int64_t in, std::int64_t cop
 
 kernels::W4a4Weights Weights::coded_matrix(std::int32_t out, std::int32_t in) {
   const std::int64_t bytes = kernels::W4a4Weights::expert_bytes(out, in);
-  return {take(model_.num_experts * bytes), model_.num_experts, out, in, device_};
+  const bool scaled = !contract_.weight.global_is_power_of_two;
+  return {take(model_.num_experts * bytes), model_.num_experts, out, in, device_, scaled};
 }
 
 PackedView<std::uint8_t> Weights::mx_matrix(std::int64_t out, std::int64_t in) {

@@ -16,6 +16,7 @@
 #include "kernels/exact/weight_numbers.h"
 #include "model/checksum.h"
 #include "model/names.h"
+#include "numerics/scale.h"
 #include "rollout/probe.h"
 
 namespace lockstep::rollout {
@@ -73,6 +74,7 @@ DeviceWeights::DeviceWeights(const Places& places, Device device, Stream stream)
   codes_ = Buffer(device, codes, stream);
   scales_ = Buffer(device, scales, stream);
   global_ = Buffer(device, sizeof(float), stream);
+  power_ = Buffer(device, sizeof(float), stream);
   numbers_ = Buffer(device, numbers, stream);
   other_numbers_ = Buffer(device, numbers, stream);
   fill_bytes(other_numbers_.as<void>(), device, 0, numbers, stream);
@@ -203,8 +205,9 @@ bool DeviceWeights::replace(std::span<const Arrival> arrivals) {
     }
     const LayerWeights& layer = at_.layers[static_cast<std::size_t>(id.layer.value)];
     const bool up = id.role == WeightId::Role::kGateUp;
-    replaced.push_back({*codes, up ? layer.gate_up_codes : layer.down_codes, id.expert.value,
-                        compares_ ? flips_of(id.layer) : nullptr});
+    const kernels::W4a4Weights& to = up ? layer.gate_up_codes : layer.down_codes;
+    if (to.scaled) return false;
+    replaced.push_back({*codes, to, id.expert.value, compares_ ? flips_of(id.layer) : nullptr});
   }
   for (std::size_t i = 0; i < replaced.size(); i += kernels::kMostReplaced) {
     const std::size_t some = std::min<std::size_t>(kernels::kMostReplaced, replaced.size() - i);
@@ -286,6 +289,7 @@ void DeviceWeights::put_codes(std::size_t index, const Codes& value, bool probe)
       kernels::count_flips(codes, to, id.expert.value, flips_of(id.layer), stream_);
     }
     kernels::w4a4_fill(to, id.expert.value, 0, codes, stream_, at_.contract.weight);
+    if (to.scaled) note_scaled(index, codes);
   } else {
     const PackedView<std::uint8_t> to = mx_place(id);
     if (compares_) {
@@ -296,6 +300,18 @@ void DeviceWeights::put_codes(std::size_t index, const Codes& value, bool probe)
     copy(codes.scales, to.scales.data);
   }
   if (probe) probe_codes(index, codes);
+}
+
+/// The number beside codes says their factor, which alone the weights keep.
+void DeviceWeights::note_scaled(std::size_t index, const Codes& codes) {
+  kernels::Crc32cList bytes(device_, stream_);
+  bytes.add({codes.codes, codes.scales});
+  const std::uint32_t crc = bytes.run()[0];
+  float stored = 0.0f;
+  copy_bytes(&stored, {}, codes.global.data, device_, sizeof stored, stream_);
+  synchronize(device_, stream_);
+  sent_[index] = checksum_with_global(crc, stored);
+  placed_[index] = checksum_with_global(crc, global_factor(at_.contract.weight, stored));
 }
 
 void DeviceWeights::probe_codes(std::size_t index, const Codes& codes) {
@@ -323,7 +339,11 @@ void DeviceWeights::multiply(std::size_t index, std::int64_t in, TensorView<floa
     kernels::W4a4Weights w = codes_at(id);
     w.data = w.expert(id.expert.value);
     w.experts = 1;
-    kernels::w4a4({.a = codes_of(probed, in), .w = w, .out = y, .rule = at_.contract.activation},
+    kernels::w4a4({.a = codes_of(probed, in),
+                   .w = w,
+                   .out = y,
+                   .rule = at_.contract.activation,
+                   .room = {power_.as<float>(), 1}},
                   stream_);
     return;
   }
@@ -472,7 +492,8 @@ void DeviceWeights::multiply_placed(std::span<const ProbedGroup> groups,
                    .offsets = {numbers, {offsets}, {1}, device_},
                    .from = {zeros, {group.items}, {1}, device_},
                    .out = {group.y, {group.items, group.w.out}, {group.w.out, 1}, device_},
-                   .rule = at_.contract.activation},
+                   .rule = at_.contract.activation,
+                   .room = {power_.as<float>(), 1}},
                   stream_);
     numbers += offsets;
   }
@@ -516,7 +537,9 @@ std::vector<std::uint32_t> DeviceWeights::commit() {
   for (std::size_t i = 0; i < crcs.size(); ++i) {
     const WeightId& id = at_.order[i];
     if (format(id) == ExpertFormat::kMx) crcs[i] = checksum_with_global(crcs[i], 1.0f);
-    if (format(id) == ExpertFormat::kCodeBf16) {
+    const bool scaled =
+        format(id) == ExpertFormat::kW4a4 && !at_.contract.weight.global_is_power_of_two;
+    if (format(id) == ExpertFormat::kCodeBf16 || scaled) {
       crcs[i] = crcs[i] == placed_[i] ? sent_[i] : ~sent_[i];
     }
     const bool tied = id.role == WeightId::Role::kEmbedding && at_.model.tied_embeddings;

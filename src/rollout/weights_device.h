@@ -63,6 +63,7 @@ class DeviceWeights {
   void put_codes(std::size_t index, const Codes& value, bool probe);
   bool replace(std::span<const Arrival> arrivals);
   void probe_codes(std::size_t index, const Codes& codes);
+  void note_scaled(std::size_t index, const Codes& codes);
   void compare(Layer layer, const Codes& value);
   void probe(std::size_t index, Numbers worth);
   void multiply(std::size_t index, std::int64_t in, TensorView<float, 2> y);
@@ -107,6 +108,7 @@ class DeviceWeights {
   std::array<Half, 2> halves_;
   std::size_t next_half_ = 0;
   Buffer codes_, scales_, global_;  // of a weight on its way from the host
+  Buffer power_;                    // w4a4()'s room
   Buffer numbers_, other_numbers_;  // what its codes are worth
   std::vector<Bf16> on_host_;
 

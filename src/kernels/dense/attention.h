@@ -74,11 +74,11 @@ std::int64_t attention_workspace(std::int64_t rows, std::int32_t num_heads, std:
 /// absolute position with a running maximum; a score is summed in 16 lanes over C, a block's
 /// probabilities in 16 lanes over its keys, a value in 4 chains over them, by fused multiply-adds.
 ///
-/// On a CUDA device (C of 32, 64 or 128, K and V under one rule): keys are taken in splits of
-/// kSplitKeys by absolute position, whose two halves get 32 keys by turns; in a half 32 or 16 at a
-/// time by tensor cores with FP32 sums. Halves are folded, then a row's splits in their order.
-/// Nothing of it depends on batch, tiles, pages or workspace. Another order than the CPU's:
-/// docs/tolerances.md has the bound.
+/// On a CUDA device (C of 32, 64 or 128): keys are taken in splits of kSplitKeys by absolute
+/// position, whose two halves get 32 keys by turns; in a half 32 or 16 at a time by tensor cores
+/// with FP32 sums. Halves are folded, then a row's splits in their order. K and V under two rules
+/// are read key by key, by a kernel that is slow. Nothing of it depends on batch, tiles, pages or
+/// workspace. Another order than the CPU's: docs/tolerances.md has the bound.
 ///
 /// Throws Error naming what is wrong.
 void attention(const AttentionArgs& args, Stream stream);

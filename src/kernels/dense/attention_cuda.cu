@@ -162,9 +162,8 @@ void check(const AttentionArgs& args) {
     throw Error(cat({"attention: ", args.num_heads, " heads on ", args.num_kv_heads,
                      " KV heads; a CUDA device takes at most ", kMostGroup, " heads on each"}));
   }
-  if (!(args.k.rule == args.v.rule) || args.k.page_tokens != args.v.page_tokens) {
-    throw Error(
-        "attention: K and V have different rules or pages; on a CUDA device both are alike");
+  if (args.k.page_tokens != args.v.page_tokens) {
+    throw Error("attention: K and V have different pages; on a CUDA device both are alike");
   }
   if (reinterpret_cast<std::uintptr_t>(args.q.data) % 16 != 0 || args.q.stride[0] % 8 != 0) {
     throw Error(
@@ -231,6 +230,7 @@ void attention_cuda(const AttentionArgs& args, Stream stream) {
   check(args);
   const std::int64_t rows = args.q.shape[0];
   if (rows == 0) return;
+  if (!(args.k.rule == args.v.rule)) return attention_mixed_cuda(args, stream);
   const cuda::OnDevice scope(args.q.device.index);
   const KvFormat format = format_of(args.k.rule);
   const bool fp16 = format == KvFormat::kNvfp4 || format == KvFormat::kE4m3;

@@ -9,6 +9,7 @@
 namespace lockstep::kernels {
 
 void attention_cuda(const AttentionArgs& args, Stream stream);
+void attention_mixed_cuda(const AttentionArgs& args, Stream stream);
 void write_kv_cuda(const WriteKvArgs& args, Stream stream);
 
 enum class KvFormat : std::uint8_t { kNvfp4, kMxfp4, kE4m3, kBf16 };

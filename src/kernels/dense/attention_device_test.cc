@@ -212,6 +212,32 @@ TEST_P(AttentionOnDevice, IsWithinTheBoundOfTheExactValue) {
   }
 }
 
+TEST_P(AttentionOnDevice, KAndVMayHaveTwoFormats) {
+  const std::vector<Quantizer> rules = {Quantizer{}, kNvfp4, kFp8, kMxfp4};
+  for (const Quantizer& of_k : rules) {
+    for (const Quantizer& of_v : rules) {
+      if (of_k == of_v) continue;
+      for (const Shape shape : {Shape{4, 2, 32}, {8, 4, 128}, {3, 3, 64}}) {
+        const Problem p(shape, {130, 1, 65});
+        Cache k(of_k, p.kv_width(), 16, p.lengths), v(of_v, p.kv_width(), 16, p.lengths);
+        p.write(k, v);
+        Problem exact = worth(p, of_k);
+        exact.v = worth(p, of_v).v;
+        const auto out = attend(p, k, v, 0, p.rows.count());
+        for (std::int64_t row = 0; row < p.rows.count(); row += 13) {
+          for (std::int32_t head = 0; head < shape.heads; ++head) {
+            check_head(exact, row, head, out, errors(shape, of_k));
+          }
+        }
+        if (HasFailure()) FAIL() << name_of(of_k.element) << ", " << name_of(of_v.element);
+        const auto alone = attend(p, k, v, 77, 3);
+        const std::int64_t width = shape.heads * shape.dim;
+        EXPECT_TRUE(std::equal(alone.begin(), alone.end(), out.begin() + 77 * width));
+      }
+    }
+  }
+}
+
 TEST_P(AttentionOnDevice, RowsDoNotDependOnHowACallIsCut) {
   if (!on_cuda()) GTEST_SKIP() << "attention_test.cc has this for the CPU";
   for (const Quantizer& rule : {kNvfp4, Quantizer{}}) {

@@ -5,6 +5,7 @@
 
 #include "device/view.h"
 #include "kernels/exact/dequantize.h"
+#include "numerics/macro_block.h"
 #include "numerics/scale.h"
 
 namespace lockstep::kernels {
@@ -18,7 +19,9 @@ struct CodeSource {
   std::int64_t scales_stride = 0;
   const float* global = nullptr;
   std::int64_t global_stride = 0;
-  float whole = 1.0f;  // where there is no view
+  float whole = 1.0f;                       // where there is no view
+  const std::uint8_t* mantissas = nullptr;  // of macro blocks
+  std::int64_t mantissas_stride = 0;
 };
 
 inline CodeSource code_source(const PackedView<const std::uint8_t>& codes, const Quantizer& rule,
@@ -30,7 +33,9 @@ inline CodeSource code_source(const PackedView<const std::uint8_t>& codes, const
           .scales_stride = codes.scales.stride[0],
           .global = codes.global.data,
           .global_stride = codes.global.shape[0] == 1 ? 0 : codes.global.stride[0],
-          .whole = power_of_two(exponent)};
+          .whole = power_of_two(exponent),
+          .mantissas = codes.mantissas.data,
+          .mantissas_stride = codes.mantissas.stride[0]};
 }
 
 /// What the codes of a block are multiplied by; NaN where no quantizer wrote its scale.
@@ -51,7 +56,9 @@ __device__ inline float value_at(const CodeSource& from, std::uint32_t row, std:
   const float value = from.rule.is_wide() ? to_float(static_cast<E4m3>(codes[col]))
                                           : to_float(static_cast<E2m1>(static_cast<std::uint8_t>(
                                                 codes[col / 2] >> (col % 2 * 4) & 15)));
-  return value * factor;
+  if (from.rule.macro_block == 0) return value * factor;
+  const std::uint32_t macro = col / static_cast<std::uint32_t>(from.rule.macro_block);
+  return unstretch(value * factor, from.mantissas[row * from.mantissas_stride + macro]);
 }
 
 }  // namespace lockstep::kernels

@@ -10,8 +10,7 @@
 #include "kernels/exact/crc32c_rows.h"
 #include "kernels/exact/crc_bits_cuda.h"
 #include "kernels/exact/gf2.h"
-#include "kernels/exact/w4a4.h"
-#include "numerics/exponent.h"
+#include "kernels/exact/w4a4_tile.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -56,6 +55,13 @@ __device__ std::uint32_t words_power(std::uint32_t n) {
   if ((n & 8) != 0) power = gf2::times(power, k8);
   if ((n & 16) != 0) power = gf2::times(power, k16);
   return power;
+}
+
+/// What an expert's header says, m 2^n.
+__device__ inline float global_of(const std::byte* expert) {
+  const PowerPair power = power_pair(*reinterpret_cast<const std::int32_t*>(expert + kExponentAt));
+  const float mantissa = *reinterpret_cast<const float*>(expert + kMantissaAt) + 1.0f;
+  return mantissa * power.first * power.second;
 }
 
 /// Where units are few, every block has some.
@@ -153,8 +159,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     sum = row < p.out ? gf2::times(sum, p.powers[row * 2 + (lane >> 1 & 1)]) : 0u;
     if (number == 0 && lane == 0) {
       static constexpr std::uint32_t kWord = gf2::power(32);
-      const std::int32_t n = *reinterpret_cast<const std::int32_t*>(expert.data);
-      sum ^= gf2::times(float_bits(power_of_two(n)), kWord);
+      sum ^= gf2::times(float_bits(global_of(expert.data)), kWord);
     }
     sum = __reduce_xor_sync(0xFFFFFFFFu, sum);
     if (lane == 0) atomicXor(sums + expert.item, sum);

@@ -139,7 +139,7 @@ void check(const DequantizeArgs& args, std::int64_t rows, std::int64_t cols) {
     return !view.empty() && view.device != device;
   };
   if ((scaled && elsewhere(args.codes.scales)) || elsewhere(args.codes.global) ||
-      elsewhere(args.bf16) || elsewhere(args.f32)) {
+      elsewhere(args.codes.mantissas) || elsewhere(args.bf16) || elsewhere(args.f32)) {
     throw Error("dequantize: codes, scales, global scale and outputs must be on one device");
   }
   const auto contiguous = [](const auto& view) {
@@ -163,9 +163,6 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
   const std::int64_t cols = args.rule.columns(args.codes.codes.shape[1]);
   check(args, rows, cols);
   if (args.codes.codes.device.kind == Device::Kind::kCuda) {
-    if (args.rule.macro_block > 0) {
-      throw Error("dequantize: macro blocks are read on the CPU only");
-    }
     if constexpr (build::has_cuda) return dequantize_cuda(args, stream);
     throw Error("dequantize: the codes are on a CUDA device, this build has no CUDA backend");
   }

@@ -129,8 +129,9 @@ void dequantize_cuda(const DequantizeArgs& args, Stream stream) {
   const Params p = params_of(args);
   if (p.rows == 0 || p.cols == 0 || (p.bf16 == nullptr && p.f32 == nullptr)) return;
   const cudaStream_t order = cuda::stream_of(stream);
-  if (p.from.rule.is_wide() || !aligned(p.from.codes, p.from.codes_stride, 4) ||
-      !aligned(p.bf16, p.bf16_stride, 16) || !aligned(p.f32, p.f32_stride, 16)) {
+  if (p.from.rule.is_wide() || p.from.rule.macro_block > 0 ||
+      !aligned(p.from.codes, p.from.codes_stride, 4) || !aligned(p.bf16, p.bf16_stride, 16) ||
+      !aligned(p.f32, p.f32_stride, 16)) {
     const Launch launch = launch_for(p.rows, p.cols);
     dequantize_general_kernel<<<launch.grid, launch.threads, 0, order>>>(p);
     return cuda::require_launch("dequantize_general_kernel");

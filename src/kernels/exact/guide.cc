@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "device/memory.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/guide_rows.h"
 #include "kernels/exact/quantize.h"
@@ -309,35 +310,51 @@ std::int32_t matrix_exponent(const GuideArgs& args) {
 
 namespace {
 
-/// Round to nearest under a rule that guided rounding knows nothing of.
-void round_own(const GuideArgs& args) {
+/// Is it rounding to nearest under a rule that guided rounding knows nothing of?
+bool is_unguided(const GuideArgs& args) {
+  return args.guidance == Guidance::kOwnScale && args.rule.quantizes() && !args.rule.is_guidable();
+}
+
+void round_own(const GuideArgs& args, Stream stream) {
   const auto [rows, cols] = args.x.shape;
   const Quantizer& rule = args.rule;
-  const auto bytes = [](std::int64_t height, std::int64_t width, std::vector<std::uint8_t>& own) {
-    own.resize(static_cast<std::size_t>(height * width));
-    return TensorView<std::uint8_t, 2>{own.data(), {height, width}, {width, 1}};
+  const Device device = args.x.device;
+  const auto bytes = [device](std::int64_t height, std::int64_t width, const Buffer& own) {
+    return TensorView<std::uint8_t, 2>{own.as<std::uint8_t>(), {height, width}, {width, 1}, device};
   };
-  std::vector<std::uint8_t> codes, scales, mantissas;
-  std::vector<float> global(static_cast<std::size_t>(rows));
+  const Buffer codes(device, rows * rule.code_bytes(cols), stream);
+  const Buffer scales(device, rule.scale_rows(rows) * rule.scale_cols(cols), stream);
+  const Buffer mantissas(device, rows * rule.macro_cols(cols), stream);
+  const Buffer global(device, rows * std::int64_t{sizeof(float)}, stream);
+  const Buffer counts(device, kNumQuantizeCounts * std::int64_t{sizeof(std::int64_t)}, stream);
+  fill_bytes(counts.as<void>(), device, 0, counts.bytes(), stream);
   const PackedView<std::uint8_t> packed = {
       .codes = bytes(rows, rule.code_bytes(cols), codes),
       .scales = bytes(rule.scale_rows(rows), rule.scale_cols(cols), scales),
-      .global = {global.data(), {rows}, {1}},
+      .global = {global.as<float>(), {rows}, {1}, device},
       .mantissas = bytes(rows, rule.macro_cols(cols), mantissas)};
-  std::int64_t seen[kNumQuantizeCounts] = {};
-  quantize({.x = args.x, .rule = rule, .out = packed, .counts = {seen, {kNumQuantizeCounts}, {1}}});
-  dequantize({.codes = packed, .rule = rule, .bf16 = args.out});
-  if (args.counts.shape[0] > kNonfinite) {
-    args.counts.data[kNonfinite * args.counts.stride[0]] += seen[kNonfiniteRows];
-  }
+  quantize({.x = args.x,
+            .rule = rule,
+            .out = packed,
+            .counts = {counts.as<std::int64_t>(), {kNumQuantizeCounts}, {1}, device}},
+           stream);
+  dequantize({.codes = packed, .rule = rule, .bf16 = args.out}, stream);
+  if (args.counts.shape[0] <= kNonfinite) return;
+  std::int64_t seen[2] = {};
+  std::int64_t* const sum = args.counts.data + kNonfinite * args.counts.stride[0];
+  constexpr std::int64_t kSize = sizeof(std::int64_t);
+  copy_bytes(&seen[0], {}, counts.as<std::int64_t>() + kNonfiniteRows, device, kSize, stream);
+  copy_bytes(&seen[1], {}, sum, device, kSize, stream);
+  synchronize(device, stream);
+  seen[1] += seen[0];
+  copy_bytes(sum, device, &seen[1], {}, kSize, stream);
+  synchronize(device, stream);  // `seen` ends here
 }
 
 }  // namespace
 
 void guide_on(const GuideArgs& args, Isa isa) {
-  if (args.guidance == Guidance::kOwnScale && args.rule.quantizes() && !args.rule.is_guidable()) {
-    return round_own(args);
-  }
+  if (is_unguided(args)) return round_own(args, {});
   const GuideShape shape = shape_of(args);
   check(args, shape);
   require(args.x.device.kind == Device::Kind::kCpu, {"guide: x must be on the CPU"});
@@ -365,6 +382,7 @@ void guide_on(const GuideArgs& args, Isa isa) {
 void guide(const GuideArgs& args, Stream stream) {
   if (args.x.device.kind == Device::Kind::kCpu) return guide_on(args, best_isa());
   if constexpr (build::has_cuda) {
+    if (is_unguided(args)) return round_own(args, stream);
     const GuideShape shape = shape_of(args);
     check(args, shape);
     if (shape.rows > 0 && shape.cols > 0) guide_cuda(args, shape, stream);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/build.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
@@ -48,9 +49,15 @@ void stretch_row(const T* x, std::int64_t cols, std::int32_t macro_block, std::u
 }
 
 template <typename T>
-void run(const QuantizeArgs& args, const TensorView<const T, 2>& x) {
+void run(const QuantizeArgs& args, const TensorView<const T, 2>& x, Stream stream) {
   const auto [rows, cols] = x.shape;
   check(args, rows, cols);
+  if constexpr (build::has_cuda) {
+    if (x.device.kind == Device::Kind::kCuda) return quantize_macro_cuda(args, stream);
+  }
+  if (x.device.kind == Device::Kind::kCuda) {
+    throw Error("quantize: x is on a CUDA device, this build has no CUDA backend");
+  }
   std::vector<float> stretched(static_cast<std::size_t>(rows * cols));
   parallel_for(rows, (1 << 14) / std::max<std::int64_t>(cols, 1) + 1,
                [&](std::int64_t first, std::int64_t end) {
@@ -70,9 +77,9 @@ void run(const QuantizeArgs& args, const TensorView<const T, 2>& x) {
 
 }  // namespace
 
-void quantize_macro(const QuantizeArgs& args) {
-  if (args.x_f32.empty()) return run(args, args.x);
-  run(args, args.x_f32);
+void quantize_macro(const QuantizeArgs& args, Stream stream) {
+  if (args.x_f32.empty()) return run(args, args.x, stream);
+  run(args, args.x_f32, stream);
 }
 
 }  // namespace lockstep::kernels

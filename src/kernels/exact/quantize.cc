@@ -355,12 +355,11 @@ void throw_nonfinite_weight(std::int64_t at, std::int64_t cols) {
 
 void quantize(const QuantizeArgs& args, Stream stream) {
   check(args);
+  if (args.rule.macro_block > 0) return quantize_macro(args, stream);
   if (device_of(args).kind == Device::Kind::kCuda) {
-    require(args.rule.macro_block == 0, {"quantize: macro blocks are made on the CPU only"});
     if constexpr (build::has_cuda) return quantize_cuda(args, stream);
     throw Error("quantize: x is on a CUDA device, this build has no CUDA backend");
   }
-  if (args.rule.macro_block > 0) return quantize_macro(args);
   if (args.rule.block_rows > 1) return quantize_blocks(args);
   if (args.x_f32.empty()) {
     Rows<Bf16>(args, args.x).run();

@@ -41,8 +41,9 @@ void quantize_weight_cuda(TensorView<const float, 2> master, const Quantizer& ru
 /// `at` counts elements, row by row.
 [[noreturn]] void throw_nonfinite_weight(std::int64_t at, std::int64_t cols);
 
-/// quantize() of rows in macro blocks.
-void quantize_macro(const QuantizeArgs& args);
+/// quantize() of rows in macro blocks; the second on a CUDA device, checked.
+void quantize_macro(const QuantizeArgs& args, Stream stream);
+void quantize_macro_cuda(const QuantizeArgs& args, Stream stream);
 
 /// The same bytes and counts by AVX-512 or AVX2, for BF16 rows under the rules of `lockstep` and of
 /// MXFP4. kNone where the rule is another: the definition is all there is.

@@ -308,10 +308,8 @@ bool all_on(Device device, const PackedView<const std::uint8_t>& packed) {
 }
 
 /// At the door of the dense second pass.
-void require_together(const char* op, const Quantizer& rule, Device device, bool holds) {
+void require_together(const char* op, Device device, bool holds) {
   require(holds, {op, ": every view must be on one device"});
-  require(device.kind == Device::Kind::kCpu || rule.macro_block == 0,
-          {op, ": macro blocks are made on the CPU only; set device = \"cpu\""});
   require(device.kind == Device::Kind::kCpu || build::has_cuda,
           {op, ": views are on a CUDA device, and this build has no CUDA backend"});
 }
@@ -324,7 +322,7 @@ void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
   const auto [rows, cols] = x.shape;
   const bool here = x.device.kind == Device::Kind::kCpu;
   require_together(
-      "residual_of", rule, x.device,
+      "residual_of", x.device,
       all_on(x.device, q) && all_on(x.device, out) && (here || rest.device == x.device));
   if constexpr (build::has_cuda) {
     if (!here) {
@@ -349,8 +347,7 @@ void residual_of(TensorView<const Bf16, 2> x, const Quantizer& rule,
 void add_residual(const PackedView<const std::uint8_t>& q,
                   const PackedView<const std::uint8_t>& rest, const Quantizer& rule, float alpha,
                   TensorView<Bf16, 2> out, Stream stream) {
-  require_together("add_residual", rule, out.device,
-                   all_on(out.device, q) && all_on(out.device, rest));
+  require_together("add_residual", out.device, all_on(out.device, q) && all_on(out.device, rest));
   const auto [rows, cols] = out.shape;
   if constexpr (build::has_cuda) {
     if (out.device.kind != Device::Kind::kCpu) {

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/exact/factor.h"
 #include "kernels/exact/items.h"
 #include "kernels/exact/w4a4_tile.h"
 #include "numerics/e2m1.h"
@@ -23,8 +24,6 @@ constexpr std::int32_t kBlock = 16;
 constexpr std::int32_t kMaxCols = 1 << 16;    // 17 * 2304 * 229,376^2 * (2^16 / 16) < 2^63
 constexpr std::int64_t kUnitRows = 32;        // unpacked once for all outputs of a unit
 constexpr std::int64_t kGrainMacs = 1 << 19;  // below this a thread is not worth waking
-constexpr std::int64_t kExponentAt = 0;       // of the header, int32 in the host's order
-constexpr std::int64_t kMantissaAt = 4;       // float, less 1: zero under a power of two
 
 [[noreturn]] void fail(std::initializer_list<Piece> message) { throw Error(cat(message)); }
 
@@ -58,29 +57,13 @@ float global_of(const PackedView<const std::uint8_t>& packed, std::int64_t row) 
   return packed.global.data[row * packed.global.stride[0]];
 }
 
-/// A global scale as m 2^n, 1 <= m < 2; one of 0 as m = 0.
-struct Factor {
-  std::int32_t exponent = 0;
-  float mantissa = 1.0f;
-};
-
-Factor factor_of(float global) {
-  if (is_power_of_two(global)) return {exponent_of(global), 1.0f};
-  if (global == 0.0f) return {0, 0.0f};
-  int exponent = 0;
-  const float mantissa = std::frexp(global, &exponent);
-  return {exponent - 1, 2 * mantissa};
-}
-
 Factor factor_of(const PackedView<const std::uint8_t>& packed, const Quantizer& rule,
                  std::int64_t row) {
-  return factor_of(global_factor(rule, global_of(packed, row)));
+  return as_factor(global_factor(rule, global_of(packed, row)));
 }
 
-/// A CUDA device takes the global scale's exponent for all of it.
-void require_power_of_two(const char* op, const Quantizer& rule) {
-  require(!rule.quantizes() || rule.global_is_power_of_two,
-          {op, ": FP32 global scales are multiplied on the CPU only"});
+bool has_fp32_global(const Quantizer& rule) {
+  return rule.quantizes() && !rule.global_is_power_of_two;
 }
 
 bool is_scale(float global) { return global >= 0.0f && is_finite(global); }
@@ -110,7 +93,10 @@ void check_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fi
       expert >= 0 && expert < weights.experts && first_row >= 0 && first_row + count <= weights.out,
       {"w4a4_fill: expert ", expert, ", rows ", first_row, " to ", first_row + count,
        " do not lie in ", weights.experts, " experts of ", weights.out, " rows"});
-  if (weights.device.kind == Device::Kind::kCuda) return require_power_of_two("w4a4_fill", rule);
+  if (weights.device.kind == Device::Kind::kCuda) {
+    return require(weights.scaled || !has_fp32_global(rule),
+                   {"w4a4_fill: the weights are for global scales that are powers of two"});
+  }
   w4a4_require(rows, rule);
 }
 
@@ -184,7 +170,7 @@ void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t fir
   if (count == 0) return;
   if (weights.device.kind == Device::Kind::kCuda) {
     if constexpr (build::has_cuda) {
-      return w4a4_fill_cuda(weights, expert, first_row, rows, stream);
+      return w4a4_fill_cuda(weights, expert, first_row, rows, rule, stream);
     }
     fail({"w4a4_fill: the weights are on a CUDA device, and this build has no CUDA backend"});
   }
@@ -419,9 +405,13 @@ void w4a4(const W4a4Args& args, Stream stream) {
   if constexpr (build::has_cuda) {
     const std::int64_t items = count_items(items_of(args), args.a.codes.shape[0]);
     check_shapes(args, items);
-    require_power_of_two("w4a4", args.rule);
-    if (items > 0) w4a4_cuda(args, items, stream);
-    return;
+    if (items == 0) return;
+    if (!args.w.scaled && !has_fp32_global(args.rule)) return w4a4_cuda(args, items, stream);
+    const std::int64_t rows = args.a.codes.shape[0];
+    require(std::ssize(args.room) >= rows,
+            {"w4a4: room has ", args.room.size(), " numbers, FP32 global scales need ", rows});
+    require(!has_residual(args), {"w4a4: a residual needs global scales that are powers of two"});
+    return w4a4_scaled_cuda(args, items, stream);
   }
   fail({"w4a4: the weights are on a CUDA device, and this build has no CUDA backend"});
 }

@@ -24,6 +24,7 @@ struct W4a4Weights {
   std::int32_t out = 0;
   std::int32_t cols = 0;
   Device device{};
+  bool scaled = false;  // may an expert's global scale be no power of two? Read on a CUDA device
 
   static constexpr std::int64_t kHeaderBytes = 64;
   static constexpr std::int64_t tile_bytes(std::int32_t cols) {
@@ -47,7 +48,8 @@ struct W4a4Weights {
 ///
 /// Throws Error if cols is not a multiple of 16, a scale byte is above 0x7E, or the global scale is
 /// not one finite number for all rows: nothing is written then. On a CUDA device the numbers are
-/// not looked at, quantize() wrote them, and the global scale is a power of two.
+/// not looked at, quantize() wrote them; a rule whose global scale is no power of two wants weights
+/// that say so.
 void w4a4_fill(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
                const PackedView<const std::uint8_t>& rows, Stream stream = {},
                const Quantizer& rule = {});
@@ -77,6 +79,8 @@ struct W4a4Args {
   // The residual counts half, so many times: 0, 1 or 2. An alpha of one half is 1.
   std::int32_t residual_halvings = 0;
   Quantizer rule{};  // of a: what its global holds; by default the factor itself
+  // On a CUDA device, where a's or w's global scale is no power of two: a number for each row of a.
+  std::span<float> room{};
 };
 
 /// out[to[i]] = a[from[i]] . w[expert of i]:
@@ -88,7 +92,7 @@ struct W4a4Args {
 /// Under powers of two it rounds a second time only below 2^-126; overflow is +-Inf; acc = 0 gives
 /// +0.
 ///
-/// A residual needs a power of two on the activations' side, and a CUDA device on both. Every
+/// A residual needs a power of two on the activations' side, on a CUDA device on both. Every
 /// backend returns the same bytes. On a CUDA device offsets, from and to lie there, and what stands
 /// in them is not looked at. Throws Error naming the argument.
 void w4a4(const W4a4Args& args, Stream stream = {});

@@ -1,5 +1,7 @@
 /// The exact product on a CUDA device, and its weights.
+#include "kernels/exact/factor.h"
 #include "kernels/exact/w4a4_kernel_cuda.h"
+#include "numerics/scale.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -12,6 +14,7 @@ struct FillParams {
   std::int64_t code_stride;
   std::int64_t scale_stride;
   const float* global;
+  Quantizer rule;
   std::byte* expert;
   std::int64_t tile_bytes;
   std::int32_t first_row;
@@ -39,7 +42,10 @@ __global__ void w4a4_fill_kernel(const __grid_constant__ FillParams p) {
   }
   chunk[kChunkCodeBytes + (4 * g + at) * 2 + high] =
       static_cast<std::byte>(p.scales[r * p.scale_stride + block]);
-  if (i == 0) *reinterpret_cast<std::int32_t*>(p.expert) = exponent_of(p.global[0]);
+  if (i > 0) return;
+  const Factor factor = as_factor(global_factor(p.rule, p.global[0]));
+  *reinterpret_cast<std::int32_t*>(p.expert + kExponentAt) = factor.exponent;
+  *reinterpret_cast<float*>(p.expert + kMantissaAt) = factor.mantissa - 1.0f;
 }
 
 }  // namespace
@@ -54,7 +60,8 @@ void w4a4_cuda(const W4a4Args& args, std::int64_t items, Stream stream) {
 }
 
 void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-                    const PackedView<const std::uint8_t>& rows, Stream stream) {
+                    const PackedView<const std::uint8_t>& rows, const Quantizer& rule,
+                    Stream stream) {
   const cuda::OnDevice scope(weights.device.index);
   FillParams p{};
   p.codes = rows.codes.data;
@@ -62,6 +69,7 @@ void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_
   p.code_stride = rows.codes.stride[0];
   p.scale_stride = rows.scales.stride[0];
   p.global = rows.global.data;
+  p.rule = rule;
   p.expert = weights.expert(expert);
   p.tile_bytes = W4a4Weights::tile_bytes(weights.cols);
   p.first_row = first_row;

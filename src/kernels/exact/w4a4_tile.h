@@ -17,6 +17,9 @@ struct BlockInfo {
   std::int32_t scale = 0;  // s8 * 2^9; with a residual 4 * that, and -s8 * 2^9 for the residual
 };
 
+inline constexpr std::int64_t kExponentAt = 0;  // of an expert's header, int32 in the host's order
+inline constexpr std::int64_t kMantissaAt = 4;  // float, less 1: zero under a power of two
+
 inline constexpr std::int32_t kTileOut = 16;
 inline constexpr std::int32_t kMaxTileRows = 8;
 
@@ -67,9 +70,12 @@ constexpr PowerPair power_pair(std::int32_t k) {
   return {power_of_two(first), float_of(0x00800000u >> (-126 - second))};
 }
 
-/// The backend for a CUDA device: the arguments have been checked, `items` is not 0.
+/// The backend for a CUDA device: the arguments have been checked, `items` is not 0. The first
+/// takes global scales for the powers of two that they are.
 void w4a4_cuda(const W4a4Args& args, std::int64_t items, Stream stream);
+void w4a4_scaled_cuda(const W4a4Args& args, std::int64_t items, Stream stream);
 void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,
-                    const PackedView<const std::uint8_t>& rows, Stream stream);
+                    const PackedView<const std::uint8_t>& rows, const Quantizer& rule,
+                    Stream stream);
 
 }  // namespace lockstep::kernels
