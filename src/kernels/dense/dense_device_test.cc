@@ -49,7 +49,9 @@ class DenseOn : public testing::TestWithParam<Device> {
 INSTANTIATE_TEST_SUITE_P(Devices, DenseOn, testing::ValuesIn(devices()), name_of_device);
 
 TEST_P(DenseOn, RmsNormGivesTheDefinitionsBits) {
-  for (const std::int64_t cols : {1, 7, 16, 128, 160, 1000, 2048, 4096, 5120, 30000}) {
+  // 24,576 are 48 KiB of shared memory.
+  for (const std::int64_t cols :
+       {1, 7, 16, 128, 160, 1000, 2048, 4096, 5120, 24063, 24065, 24576, 30000, 32768}) {
     const std::int64_t rows = 5;
     auto x = random_bf16(rows * cols, 1, 3.0f);
     const auto w = random_bf16(cols, 2);
@@ -269,7 +271,7 @@ TEST_P(DenseOn, BytesAreGatheredAndFloatsLookedAt) {
 }
 
 TEST_P(DenseOn, DriftNoiseGivesTheDefinitionsBits) {
-  for (const std::int64_t cols : {1, 97, 2048}) {
+  for (const std::int64_t cols : {1, 97, 2048, 24064, 24576, 32768}) {
     const std::vector<std::uint64_t> streams = {1, 1, 7, 1ull << 40, 7};
     const std::vector<std::int32_t> positions = {0, 1, 0, 9, 1 << 20};
     const auto x = random_bf16(5 * cols, 12);

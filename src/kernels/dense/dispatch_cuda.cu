@@ -2,6 +2,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/dispatch_rows.h"
 
 namespace lockstep::kernels {
@@ -196,7 +197,7 @@ void dispatch_cuda(const DispatchArgs& args, Stream stream) {
   p.count = args.num_experts;
   p.room = args.room.data();
   if (!args.room.empty() && p.items > 2 * kBlockItems &&
-      p.count * kPlaceWarps * static_cast<int>(sizeof(std::int32_t)) <= 48 << 10) {
+      static_cast<std::size_t>(p.count) * kPlaceWarps * sizeof(std::int32_t) <= cuda::kFreeShared) {
     return dispatch_by_blocks(p, stream);
   }
   const auto bytes_a_warp = p.count * static_cast<int>(sizeof(std::int32_t));
@@ -206,15 +207,10 @@ void dispatch_cuda(const DispatchArgs& args, Stream stream) {
   }
   const int warps =
       std::clamp((p.items + 31) / 32, 1, std::min(kMostWarps, kMostBytes / bytes_a_warp));
-  const int bytes = warps * bytes_a_warp;
-  if (bytes > 48 << 10) {
-    cuda::require(cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       kMostBytes),
-                  "cudaFuncSetAttribute");
-  }
+  const auto bytes = static_cast<std::size_t>(warps * bytes_a_warp);
+  cuda::allow_shared(dispatch_kernel, bytes, kMostBytes);
   cuda::launch_beside("dispatch_kernel", dispatch_kernel, dim3(1),
-                      dim3(static_cast<unsigned>(32 * warps)), static_cast<std::size_t>(bytes),
-                      stream, p);
+                      dim3(static_cast<unsigned>(32 * warps)), bytes, stream, p);
 }
 
 }  // namespace lockstep::kernels

@@ -2,6 +2,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "device/cuda/cuda.h"
 #include "kernels/dense/elementwise_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -412,11 +413,7 @@ void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream) {
                            args.seed,   args.x.stride[0],    static_cast<std::int32_t>(cols),
                            args.site,   args.sigma};
   const auto bytes = static_cast<std::size_t>(cols) * sizeof(Bf16);
-  if (bytes > 48 << 10) {
-    cuda::require(cudaFuncSetAttribute(noise_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(bytes)),
-                  "cudaFuncSetAttribute");
-  }
+  cuda::allow_shared(noise_kernel, bytes, kMostCols * sizeof(Bf16));
   noise_kernel<<<static_cast<unsigned>(rows), kThreads, bytes, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("noise_kernel");
 }

@@ -2,6 +2,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/heads_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -259,9 +260,10 @@ bool place_heads_cuda(const PlaceHeadsArgs& args, Stream stream) {
                       : args.k.rule.is_mx()    ? place_heads_kernel<HeadCodes::kMxfp4>
                                                : place_heads_kernel<HeadCodes::kNvfp4>;
   const int warps = std::clamp(args.num_heads + args.num_kv_heads, kFewestWarps, kMostWarps);
+  const auto bytes = static_cast<std::size_t>(args.qkv.shape[1]) * sizeof(Bf16);
+  cuda::allow_shared(kernel, bytes, kMostBytes);
   cuda::launch_beside("place_heads_kernel", kernel, dim3(static_cast<unsigned>(rows)),
-                      dim3(static_cast<unsigned>(32 * warps)),
-                      static_cast<std::size_t>(args.qkv.shape[1]) * sizeof(Bf16), stream, params);
+                      dim3(static_cast<unsigned>(32 * warps)), bytes, stream, params);
   return true;
 }
 

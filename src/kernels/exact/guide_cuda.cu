@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "device/memory.h"
 #include "kernels/exact/guide_cuda.h"
 #include "kernels/exact/quantize_block.h"
@@ -14,7 +15,7 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr std::int64_t kMostScales = 12288;  // in the 48 KB that every block of threads may have
+constexpr std::int64_t kMostScales = 12288;  // a row's are kept in shared memory
 
 /// Most over the block of threads; every thread gets it.
 __device__ std::uint32_t block_max(std::uint32_t own) {
@@ -237,6 +238,7 @@ void guide_cuda(const GuideArgs& args, const GuideShape& shape, Stream stream) {
   const std::int64_t records = shape.rows / shape.slots;
   const auto grid = static_cast<unsigned>(std::min<std::int64_t>(records, 1 << 16));
   const auto shared = static_cast<std::size_t>(blocks) * sizeof(float);
+  cuda::allow_shared(guide_general_kernel, shared, kMostScales * sizeof(float));
   guide_general_kernel<<<grid, kThreads, shared, handle>>>(p);
   cuda::require_launch("guide_general_kernel");
 }
