@@ -8,12 +8,6 @@ namespace {
 
 constexpr std::int64_t kRecordAlignment = 256;
 
-std::int64_t batch_tokens(std::span<const KvPlace> places, std::int64_t batch_bytes) {
-  std::int64_t each = 1;
-  for (const KvPlace& place : places) each += place.audits ? 0 : place.layout.bytes();
-  return std::max<std::int64_t>(batch_bytes / each, 1);
-}
-
 }  // namespace
 
 KvRecords::KvRecords(std::vector<KvPlace> places, std::int32_t page_tokens, Audited audited,
@@ -22,15 +16,23 @@ KvRecords::KvRecords(std::vector<KvPlace> places, std::int32_t page_tokens, Audi
       page_tokens_(page_tokens),
       audited_(std::move(audited)),
       at_{device, stream},
-      batch_tokens_(batch_tokens(places_, batch_bytes)),
-      batches_{Batch(at_), Batch(at_)} {}
+      batch_bytes_(batch_bytes),
+      batches_{Batch(at_), Batch(at_)} {
+  for (const KvPlace& place : places_) {
+    (place.audits ? audit_ : each_) += place.layout.bytes();
+  }
+}
 
-void KvRecords::add(Batch& batch, TokenKey key, const HeldSpan& span) const {
+void KvRecords::add(Batch& batch, TokenKey key, const HeldSpan& span, bool audited) const {
   const PageSlot slot = {span.pages[static_cast<std::size_t>(key.position / page_tokens_)],
                          key.position % page_tokens_};
-  batch.keys.push_back(key);
-  batch.slots.push_back(slot);
-  if (!audited_(key)) return;
+  if (each_ > 0) {
+    batch.keys.push_back(key);
+    batch.slots.push_back(slot);
+    batch.planned += each_;
+  }
+  if (!audited || audit_ == 0) return;
+  batch.planned += audit_;
   batch.audited_keys.push_back(key);
   batch.audited_slots.push_back(slot);
 }
@@ -97,6 +99,7 @@ void KvRecords::hand_on(std::span<const HeldSpan> spans, TraceSink& sink) {
     batch.slots.clear();
     batch.audited_keys.clear();
     batch.audited_slots.clear();
+    batch.planned = 0;
   };
   const auto turn = [&] {
     make(batches_[now]);
@@ -107,11 +110,14 @@ void KvRecords::hand_on(std::span<const HeldSpan> spans, TraceSink& sink) {
   begin(batches_[now]);
   for (const HeldSpan& held : spans) {
     for (std::int32_t i = 0; i < held.span.count; ++i) {
-      if (std::ssize(batches_[now].keys) == batch_tokens_) turn();
-      add(batches_[now], {held.span.id, held.span.first + i}, held);
+      const TokenKey key = {held.span.id, held.span.first + i};
+      const bool audited = audit_ > 0 && audited_(key);
+      const std::int64_t planned = batches_[now].planned;
+      if (planned > 0 && planned + each_ + (audited ? audit_ : 0) > batch_bytes_) turn();
+      add(batches_[now], key, held, audited);
     }
   }
-  if (!batches_[now].keys.empty()) turn();
+  if (batches_[now].planned > 0) turn();
   if (batches_[1 - now].underway) give(batches_[1 - now], sink);
 }
 

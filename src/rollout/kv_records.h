@@ -39,8 +39,8 @@ class KvRecords {
   /// Is a token audited?
   using Audited = std::function<bool(TokenKey)>;
 
-  /// `batch_bytes` of records are made at a time, or a token's. A device makes one batch while the
-  /// sink keeps the one before.
+  /// `batch_bytes` of records are made at a time, audits among them, or a token's. A device makes
+  /// one batch while the sink keeps the one before.
   KvRecords(std::vector<KvPlace> places, std::int32_t page_tokens, Audited audited, Device device,
             Stream stream, std::int64_t batch_bytes);
   KvRecords(const KvRecords&) = delete;
@@ -53,8 +53,9 @@ class KvRecords {
  private:
   struct Batch {
     explicit Batch(Workplace& at) : upload(at), there(at), arrived(at.device) {}
-    std::vector<TokenKey> keys, audited_keys;
+    std::vector<TokenKey> keys, audited_keys;  // what some place has a record of, no more
     std::vector<PageSlot> slots, audited_slots;
+    std::int64_t planned = 0;  // bytes of their records
     std::vector<KvRows> rows;  // by place
     std::int64_t bytes = 0;
     Upload upload;
@@ -64,7 +65,7 @@ class KvRecords {
     bool underway = false;
   };
 
-  void add(Batch& batch, TokenKey key, const HeldSpan& span) const;
+  void add(Batch& batch, TokenKey key, const HeldSpan& span, bool audited) const;
   void make(Batch& batch);
   void give(Batch& batch, TraceSink& sink) const;
 
@@ -72,7 +73,8 @@ class KvRecords {
   std::int32_t page_tokens_;
   Audited audited_;
   Workplace at_;  // its own: no graph knows what memory it takes
-  std::int64_t batch_tokens_;
+  std::int64_t batch_bytes_;
+  std::int64_t each_ = 0, audit_ = 0;  // bytes of any token, and of an audited one beside
   std::array<Batch, 2> batches_;
 };
 

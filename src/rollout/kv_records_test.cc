@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "base/philox.h"
 #include "device/testing.h"
 
@@ -36,7 +37,10 @@ class Came final : public TraceSink {
   }
   void append_all(std::span<const TokenKey> tokens,
                   std::span<const Rows<const std::byte>> places) override {
-    ++calls;
+    if (++calls == fails_at) throw Error("no room");
+    std::int64_t bytes = 0;
+    for (const Rows<const std::byte>& rows : places) bytes += std::ssize(rows.bytes);
+    most_bytes = std::max(most_bytes, bytes);
     TraceSink::append_all(tokens, places);
   }
   void truncate(SpanId, std::int32_t) override {}
@@ -44,6 +48,8 @@ class Came final : public TraceSink {
 
   std::map<Key, std::vector<std::byte>> all;
   int calls = 0;
+  int fails_at = 0;             // which call; 0: none
+  std::int64_t most_bytes = 0;  // of a call
 };
 
 /// Rows of a width that is no multiple of four bytes among them, each encoding, E4M3 codes.
@@ -111,6 +117,28 @@ class KvRecordsOn : public ::testing::TestWithParam<Device> {
   }
   const std::byte* page(int number) const { return host_.data() + number * page_bytes_; }
 
+  /// Is what came each row of the spans at `places`, and nothing else?
+  void expect_all(Came& came, const std::vector<KvPlace>& places,
+                  const KvRecords::Audited& audited) const {
+    std::size_t wanted = 0;
+    for (std::size_t s = 0; s < spans_.size(); ++s) {
+      const Span& span = spans_[s].span;
+      for (std::int32_t p = span.first; p < span.first + span.count; ++p) {
+        for (const KvPlace& place : places) {
+          if (place.audits && !audited({span.id, p})) continue;
+          ++wanted;
+          std::vector<std::byte> row(static_cast<std::size_t>(place.layout.bytes()));
+          record_from_row(page(numbers_[s][static_cast<std::size_t>(p / kPageTokens)]) +
+                              place.offset + p % kPageTokens * place.row_bytes,
+                          place.layout, place.wide, row.data());
+          EXPECT_EQ((came.all[{span.id.value, p, place.place, place.layout.encoding}]), row)
+              << "position " << p << ", layer " << place.place.layer.value;
+        }
+      }
+    }
+    EXPECT_EQ(came.all.size(), wanted);
+  }
+
   static constexpr int kPages = 17;
   std::int64_t page_bytes_ = 0;
   std::vector<KvPlace> places_ = all_places(page_bytes_);
@@ -121,32 +149,51 @@ class KvRecordsOn : public ::testing::TestWithParam<Device> {
   std::vector<std::vector<int>> numbers_;  // of their pages
 };
 
+std::int64_t token_bytes(const std::vector<KvPlace>& places) {
+  std::int64_t bytes = 0;
+  for (const KvPlace& place : places) bytes += place.layout.bytes();
+  return bytes;
+}
+
+bool every_third(TokenKey key) { return (key.position + key.span.value) % 3 == 0; }
+
 TEST_P(KvRecordsOn, GivesEachTokensRowsInBatchesOfAnySize) {
-  const auto audited = [](TokenKey key) { return (key.position + key.span.value) % 3 == 0; };
-  for (const auto& [batch_bytes, calls] : {std::pair(1, 50), {4 << 10, 12}, {1 << 20, 2}}) {
-    KvRecords records(places_, kPageTokens, audited, GetParam(), {}, batch_bytes);
+  for (const auto& [batch_bytes, calls] : {std::pair(1, 50), {4 << 10, 14}, {1 << 20, 2}}) {
+    KvRecords records(places_, kPageTokens, every_third, GetParam(), {}, batch_bytes);
     for (int again = 0; again < 2; ++again) {
       Came came;
       records.hand_on(spans_, came);
       EXPECT_LE(came.calls, calls);
-      std::size_t wanted = 0;
-      for (std::size_t s = 0; s < spans_.size(); ++s) {
-        const Span& span = spans_[s].span;
-        for (std::int32_t p = span.first; p < span.first + span.count; ++p) {
-          for (const KvPlace& place : places_) {
-            if (place.audits && !audited({span.id, p})) continue;
-            ++wanted;
-            std::vector<std::byte> row(static_cast<std::size_t>(place.layout.bytes()));
-            record_from_row(page(numbers_[s][static_cast<std::size_t>(p / kPageTokens)]) +
-                                place.offset + p % kPageTokens * place.row_bytes,
-                            place.layout, place.wide, row.data());
-            EXPECT_EQ((came.all[{span.id.value, p, place.place, place.layout.encoding}]), row)
-                << "position " << p << ", layer " << place.place.layer.value;
-          }
-        }
-      }
-      EXPECT_EQ(came.all.size(), wanted);
+      EXPECT_LE(came.most_bytes, std::max<std::int64_t>(batch_bytes, token_bytes(places_)));
+      expect_all(came, places_, every_third);
     }
+  }
+}
+
+TEST_P(KvRecordsOn, AuditsAloneFillBatchesToo) {
+  std::vector<KvPlace> audits = places_;
+  for (KvPlace& place : audits) place.audits = true;
+  const auto all = [](TokenKey) { return true; };
+  const std::int64_t each = token_bytes(audits);
+  for (const KvRecords::Audited& audited : {KvRecords::Audited(all), {every_third}}) {
+    KvRecords records(audits, kPageTokens, audited, GetParam(), {}, 2 * each);
+    Came came;
+    records.hand_on(spans_, came);
+    EXPECT_LE(came.most_bytes, 2 * each);
+    EXPECT_GT(came.most_bytes, each);
+    expect_all(came, audits, audited);
+  }
+}
+
+TEST_P(KvRecordsOn, GivesAllAfterASinkRefusedSome) {
+  KvRecords records(places_, kPageTokens, every_third, GetParam(), {}, 1);
+  for (int fails_at = 1; fails_at < 6; ++fails_at) {  // a batch is under way then
+    Came refuses;
+    refuses.fails_at = fails_at;
+    EXPECT_THROW(records.hand_on(spans_, refuses), Error);
+    Came came;
+    records.hand_on(spans_, came);
+    expect_all(came, places_, every_third);
   }
 }
 

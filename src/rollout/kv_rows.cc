@@ -29,6 +29,7 @@ void record_from_row(const std::byte* row, const RowLayout& layout, bool wide, s
 void records_from_pages(std::span<const PageSlot> slots, std::span<const KvRows> all,
                         [[maybe_unused]] std::int64_t most_bytes, std::byte* out, Device device,
                         [[maybe_unused]] Stream stream) {
+  assert(most_bytes < std::int64_t{1} << 31 && "a kernel counts its bytes in 32 bits");
   if (device.kind == Device::Kind::kCuda) {
     if constexpr (build::has_cuda) {
       return records_from_pages_cuda(slots, all, most_bytes, out, device, stream);

@@ -36,7 +36,8 @@ struct KvRows {
 };
 
 /// record_from_row() of each token, into what lies at `out`. All of it lies where the pages do, or
-/// in pinned memory; work on a CUDA device is not waited for. `most_bytes`: of the largest of them.
+/// in pinned memory; work on a CUDA device is not waited for. `most_bytes`: of the largest of them,
+/// fewer than 2 GiB.
 void records_from_pages(std::span<const PageSlot> slots, std::span<const KvRows> all,
                         std::int64_t most_bytes, std::byte* out, Device device, Stream stream);
 
