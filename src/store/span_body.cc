@@ -39,8 +39,15 @@ void Column::add_piece(std::int64_t wanted) {
   left_ = static_cast<std::int32_t>(count);
 }
 
+/// Where there is no row. A first piece may be there all the same: of rows that failed to come.
+void Column::forget_memory() {
+  first_.reset();
+  next_ = nullptr;
+  left_ = 0;
+}
+
 void Column::truncate(std::int32_t position) {
-  if (rows_ == 0) return;
+  if (rows_ == 0) return forget_memory();
   const std::int64_t capacity = rows_ + left_;
   end_run();
   while (run_.position >= position && !runs_.empty()) {
@@ -64,15 +71,19 @@ void Column::truncate(std::int32_t position) {
 }
 
 void Column::close() {
-  if (rows_ == 0) return;
+  if (rows_ == 0) return forget_memory();
   end_run();
   if (!runs_.empty()) runs_.push_back(run_);
   if (left_ == 0) return;
-  Bytes& last = last_bytes();
-  void* const less = std::realloc(last.get(), row_offset(rows_ - last_piece(), row_bytes_));
-  if (less == nullptr) throw std::bad_alloc();
-  static_cast<void>(last.release());
-  last.reset(static_cast<std::byte*>(less));
+  if (last_piece() == rows_) {  // its rows failed to come
+    pieces_.pop_back();
+  } else {
+    Bytes& last = last_bytes();
+    void* const less = std::realloc(last.get(), row_offset(rows_ - last_piece(), row_bytes_));
+    if (less == nullptr) return;  // what is there is kept as it is
+    static_cast<void>(last.release());
+    last.reset(static_cast<std::byte*>(less));
+  }
   next_ = nullptr;
   left_ = 0;
 }

@@ -73,19 +73,19 @@ class alignas(64) Column {
   /// Makes room for `count` rows of consecutive positions, which the caller fills before anybody
   /// reads: put(to, first, n) tells where n of them go, from the first-th on. Requires
   /// position >= end(). What it takes of memory stays within an eighth, and 8 rows, of what the
-  /// rows need.
+  /// rows need. Where memory is not to be had, or put() throws, the rows before that stay.
   template <typename Put>
   void extend(std::int32_t position, std::int32_t count, const Put& put) {
-    if (position != end_ || rows_ == 0) begin_run(position);
-    end_ = position + count;
     for (std::int32_t first = 0; first < count;) {
       if (left_ == 0) add_piece(count - first);
       const std::int32_t n = std::min(left_, count - first);
       put(next_, first, n);
+      if (first == 0 && (position != end_ || rows_ == 0)) begin_run(position);
       next_ += row_offset(n, row_bytes_);
       left_ -= n;
       rows_ += n;
       first += n;
+      end_ = position + first;
     }
   }
 
@@ -99,7 +99,7 @@ class alignas(64) Column {
   /// Forgets rows from `position` on.
   void truncate(std::int32_t position);
 
-  /// No row comes any more. Gives back memory that holds none.
+  /// No row comes any more. Gives back memory that holds none, where that can be done.
   void close();
 
   /// Once it is closed.
@@ -122,6 +122,7 @@ class alignas(64) Column {
     Bytes bytes;
   };
 
+  void forget_memory();
   void begin_run(std::int32_t position);
   void end_run();
   void add_piece(std::int64_t wanted);
