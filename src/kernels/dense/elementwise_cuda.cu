@@ -2,8 +2,8 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
-#include "device/cuda/shared.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/elementwise_rows.h"
 #include "kernels/dense/row_cuda.h"
 

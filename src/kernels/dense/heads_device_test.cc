@@ -152,15 +152,14 @@ struct HeadCase {
 
 TEST_P(PlaceHeadsOnDevice, LeavesWhatItsPartsLeave) {
   for (const Quantizer& rule : {Quantizer{}, kNvfp4, kCacheMx, kCacheFp8}) {
-    for (const HeadShape& shape :
-         {HeadShape{8, 4, 32},
-          {32, 4, 128},
-          {40, 8, 128},
-          {6, 3, 64},
-          {2, 1, 32},
-          {3, 1, 16},
-          {128, 32, 128},  // 48 KiB of shared memory, the most
-          {128, 34, 128}}) {
+    for (const HeadShape& shape : {HeadShape{8, 4, 32},
+                                   {32, 4, 128},
+                                   {40, 8, 128},
+                                   {6, 3, 64},
+                                   {2, 1, 32},
+                                   {3, 1, 16},
+                                   {128, 32, 128},  // 48 KiB of shared memory, the most
+                                   {128, 34, 128}}) {
       for (const bool normed : {true, false}) {
         if (rule.is_mx() && shape.kv_heads * shape.dim % 32 != 0) continue;
         HeadCase expected(rule, shape, normed), op(rule, shape, normed);

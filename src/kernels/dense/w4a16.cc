@@ -25,6 +25,7 @@ Items items_of(const W4a16Args& args) { return {args.offsets, args.from, args.to
 
 void check(const W4a16Args& args, std::int64_t items) {
   require(args.w.data != nullptr && args.w.experts > 0 && args.w.out > 0, "the weights are empty");
+  require(!args.w.scaled, "global scales of the weights may be no powers of two; take w4a4()");
   require(args.x.shape[1] == args.w.cols, "x must have as many columns as the weights");
   require(args.x.stride[1] == 1, "x must be contiguous along a row");
   require(args.out.shape[1] == args.w.out && (args.out.stride[1] == 1 || args.w.out == 1),

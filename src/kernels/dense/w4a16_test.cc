@@ -143,6 +143,12 @@ TEST_P(W4a16, NamesWhatDoesNotFit) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("as many columns"), std::string::npos);
   }
+  try {
+    w4a16({.x = {x.data(), {1, 32}, {32, 1}}, .w = {bytes, 1, 16, 32, {}, true}});
+    FAIL() << "took weights whose scales have mantissas";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no powers of two"), std::string::npos);
+  }
 }
 
 }  // namespace

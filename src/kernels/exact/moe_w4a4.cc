@@ -40,6 +40,8 @@ void check(const MoeW4a4Args& args) {
   require(args.gate_up.out == 2 * width && args.down.out == args.gate_up.cols &&
               args.down.experts == args.gate_up.experts,
           "gate_up must be [2F, D] and down [D, F], of as many experts");
+  require(!args.gate_up.scaled && !args.down.scaled,
+          "global scales of the weights may be no powers of two; take w4a4()");
   require(is_matrix(args.gates, rows, args.gates.shape[1], device),
           "gates must be [rows, K], contiguous, on a's device");
   require(args.a.codes.shape[0] == rows, "a must have a row for every row of gates");

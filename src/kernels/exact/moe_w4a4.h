@@ -10,7 +10,7 @@
 namespace lockstep::kernels {
 
 struct MoeW4a4Args {
-  PackedView<const std::uint8_t> a;             // [rows, D] codes of the tokens
+  PackedView<const std::uint8_t> a;             // [rows, D] codes, under one power of two a token
   W4a4Weights gate_up;                          // experts of [2F, D], gate over up
   W4a4Weights down;                             // experts of [D, F]
   TensorView<const std::int32_t, 1> offsets{};  // [experts + 1] where each expert's items begin
@@ -34,7 +34,8 @@ struct MoeW4a4Args {
 /// up, w2_in, y and out as w4a4(), swiglu(), quantize() under one power of two a slot, w4a4() and
 /// combine() give them one after another, in every bit. Of a slot that is not finite codes and
 /// scale bytes are 0. On a CUDA device four launches, none of which depends on how many rows there
-/// are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument.
+/// are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument; weights must
+/// not be `scaled`.
 void moe_w4a4(const MoeW4a4Args& args, Stream stream = {});
 
 inline constexpr std::int64_t kMoeMostWidth = 4096;

@@ -213,6 +213,16 @@ TEST_P(MoeW4a4, NamesWhatDoesNotFit) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("gate_up must be [2F, D]"), std::string::npos);
   }
+  args.gate_up.out = 2 * args.down.cols;
+  args.gate_up.cols = args.down.out;
+  args.offsets.shape[0] = 5;
+  args.down.scaled = true;
+  try {
+    moe_w4a4(args);
+    FAIL() << "took weights whose scales have mantissas";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no powers of two"), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ void WeightPlacer::place(std::span<const PlacedWeight> weights, const Quantizer&
   if (weights.empty()) return;
   for (const PlacedWeight& weight : weights) {
     const W4a4Weights& to = weight.place;
-    if (!takes(rule, weight.master) || to.device != device_ ||
+    if (!takes(rule, weight.master) || to.device != device_ || to.scaled ||
         weight.master.shape != std::array<std::int64_t, 2>{to.out, to.cols}) {
       throw Error("place_weights: there is no kernel for this weight, or it is not the place's");
     }

@@ -49,8 +49,9 @@ class WeightPlacer {
   bool takes(const Quantizer& rule, const TensorView<const float, 2>& master) const;
 
   /// The bytes of quantize_weights() and w4a4_replace(); of a weight that is not finite all codes
-  /// and scales are zero. Their error goes into `sums`, in an order that shapes and their sequence
-  /// decide. In the order of the stream, which must be that of `sums`.
+  /// and scales are zero. Their error goes into `sums`, in an order that shapes, their sequence and
+  /// the device's multiprocessors decide. In the order of the stream, which must be that of `sums`.
+  /// Throws Error for what it does not take, and for a place that is `scaled`.
   void place(std::span<const PlacedWeight> weights, const Quantizer& rule, WeightSums& sums);
 
  private:

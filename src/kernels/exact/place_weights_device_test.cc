@@ -219,6 +219,11 @@ TEST_P(PlaceWeightsOn, TakesOnlyWhatItsKernelCan) {
   EXPECT_FALSE(takes(16, 80, placed_rule(448)));
   EXPECT_FALSE(takes(16, 64, kLockstep));  // a scale a row
   EXPECT_FALSE(takes(1 << 14, 1 << 12, placed_rule(448)));
+  PlacedWeight weight = {.master = {memory.as<float>(), {16, 64}, {64, 1}, device},
+                         .place = {memory.as<>() + (1 << 19), 1, 16, 64, device, true}};
+  WeightSums sums(device, {});
+  WeightPlacer other(device, {});
+  EXPECT_THROW(other.place({&weight, 1}, placed_rule(448), sums), Error);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, PlaceWeightsOn, testing::ValuesIn(devices()), name_of_device);

@@ -87,6 +87,9 @@ void w4a4_replace(std::span<const Replaced> experts, Stream stream) {
   if (std::ssize(experts) > kMostReplaced) throw Error("w4a4_replace: too many at once");
   for (const Replaced& one : experts) {
     const Device device = one.place.device;
+    if (one.place.scaled) {
+      throw Error("w4a4_replace: the place is for global scales that are no powers of two");
+    }
     if (!lies_well(one.now.codes, device, 8) || !lies_well(one.now.scales, device, 1) ||
         one.now.codes.shape != std::array<std::int64_t, 2>{one.place.out, one.place.cols / 2} ||
         one.now.scales.shape != std::array<std::int64_t, 2>{one.place.out, one.place.cols / 16}) {

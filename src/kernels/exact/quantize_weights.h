@@ -35,7 +35,8 @@ bool takes_nvfp4_weights(const Quantizer& rule);
 bool quantizes_at_once(const Quantizer& rule, const TensorView<const float, 2>& master);
 
 /// Sums over all elements of (code's worth - master)^2 and master^2, those of some in FP32, of
-/// these in double, in an order that shapes alone decide.
+/// these in double, in an order that shapes and the device's multiprocessors decide: equal runs may
+/// differ in the last digits where they have other shares of a device.
 class WeightSums {
  public:
   WeightSums() = default;
@@ -68,7 +69,8 @@ struct Replaced {
   std::int64_t* flips = nullptr;  // as count_flips() adds them; nullptr: nobody asks
 };
 
-/// w4a4_fill() of all rows of at most kMostReplaced experts, and count_flips() before it.
+/// w4a4_fill() of all rows of at most kMostReplaced experts, and count_flips() before it. Under
+/// powers of two: throws Error for a place that is `scaled`.
 void w4a4_replace(std::span<const Replaced> experts, Stream stream);
 
 }  // namespace lockstep::kernels

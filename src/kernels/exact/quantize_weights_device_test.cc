@@ -172,6 +172,16 @@ TEST_P(WeightsAtOnceOn, AreNotBlamedForACallThatFailedBefore) {
   EXPECT_NO_THROW(experts.update(0, sums));
 }
 
+TEST(WeightsAtOnce, RefuseAPlaceWhoseScalesHaveMantissas) {
+  const Replaced replaced = {{}, {nullptr, 1, 64, 64, {}, true}};
+  try {
+    w4a4_replace({&replaced, 1}, {});
+    FAIL() << "took it";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no powers of two"), std::string::npos);
+  }
+}
+
 TEST_P(WeightsAtOnceOn, WhatIsNotFiniteIsFoundWhereItStands) {
   const Device device = GetParam();
   std::vector<float> values = masters(96 * 64, 3, 2);

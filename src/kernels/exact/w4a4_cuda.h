@@ -71,6 +71,12 @@ __device__ inline int thread_here() {
   return thread;
 }
 
+/// The n of a scale 2^n, a subnormal one too.
+__device__ inline std::int32_t exponent_of_power(float power) {
+  const std::uint32_t bits = float_bits(power);
+  return bits < 0x800000u ? -118 - __clz(static_cast<int>(bits)) : exponent_of(power);
+}
+
 /// acc as the product's FP32.
 __device__ inline float scaled_sum(std::int64_t acc, std::int32_t exponent) {
   const PowerPair power = power_pair(exponent);

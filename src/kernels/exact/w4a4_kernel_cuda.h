@@ -399,7 +399,7 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
         const std::int64_t from = p.from == nullptr ? item : p.from[item];
         const std::int32_t n_w =
             *reinterpret_cast<const std::int32_t*>(p.weights + unit.expert * p.expert_bytes);
-        const std::int32_t n_a = exponent_of(p.global[from * p.global_stride]);
+        const std::int32_t n_a = exponent_of_power(p.global[from * p.global_stride]);
         s.exponent[i] = max(n_a + p.base_exponent + n_w, -254);  // below, nothing is left
         s.to[i] = p.to == nullptr ? item : p.to[item];
       }

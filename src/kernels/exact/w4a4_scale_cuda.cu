@@ -12,7 +12,6 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr int kScaleThreads = 256;
-constexpr std::int32_t kLeast = -126;  // of a power of two that is a normal number
 
 struct ScaleParams {
   Quantizer rule;
@@ -37,9 +36,13 @@ struct ScaleParams {
   }
 };
 
+/// Those of subnormal scales are subnormal themselves: the product rounds once, by the whole
+/// exponent.
 __global__ void global_powers_kernel(const __grid_constant__ ScaleParams p) {
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row < p.rows) p.powers[row] = power_of_two(max(p.of_row(row).exponent, kLeast));
+  if (row >= p.rows) return;
+  const std::int32_t n = p.of_row(row).exponent;
+  p.powers[row] = n >= -126 ? power_of_two(n) : float_of(1u << (n + 149));
 }
 
 /// A block of threads an item.
@@ -56,12 +59,9 @@ __global__ void scale_items_kernel(const __grid_constant__ ScaleParams p) {
   const float less_one =
       *reinterpret_cast<const float*>(p.weights + expert * p.expert_bytes + kMantissaAt);
   const float factor = row.mantissa * (less_one + 1.0f);
-  const std::int32_t below = min(row.exponent - kLeast, 0);  // what a subnormal scale has left
-  if (factor == 1.0f && below == 0) return;
+  if (factor == 1.0f) return;
   float* const out = p.out + (p.to != nullptr ? p.to[item] : item) * p.out_stride;
-  for (std::int64_t i = threadIdx.x; i < p.width; i += blockDim.x) {
-    out[i] = out[i] * power_of_two(below) * factor;
-  }
+  for (std::int64_t i = threadIdx.x; i < p.width; i += blockDim.x) out[i] *= factor;
 }
 
 ScaleParams scale_params(const W4a4Args& args) {
