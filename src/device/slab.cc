@@ -31,8 +31,7 @@ std::int64_t Slab::owed() const { return memory_ == 0 ? range_ : 0; }
 
 void Slab::give_back() {
   if constexpr (build::has_cuda) {
-    if (memory_ == 0) return;
-    cuda::unmap(device_.index, data_, range_, std::exchange(memory_, 0));
+    if (memory_ != 0) cuda::unmap(device_.index, data_, range_, memory_);
   }
 }
 

@@ -55,6 +55,15 @@ void empty_cache(Device device) {
   c10::getDeviceAllocator(at::kCUDA)->emptyCache();
 }
 
+std::int64_t kept_memory(Device device) {
+  if (device.kind == Device::Kind::kCpu) return 0;
+  using c10::CachingAllocator::StatType;
+  return c10::getDeviceAllocator(at::kCUDA)
+      ->getDeviceStats(device.index)
+      .reserved_bytes[static_cast<std::size_t>(StatType::AGGREGATE)]
+      .current;
+}
+
 void limit_memory(Device device, std::int64_t bytes) {
   if (device.kind == Device::Kind::kCpu) return;
   static std::atomic<bool> limited = false;

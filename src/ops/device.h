@@ -23,6 +23,9 @@ void begin_backward();
 /// Gives the memory that torch keeps and no tensor owns back to the device.
 void empty_cache(Device device);
 
+/// Bytes of a CUDA device that torch holds: of tensors, and what it keeps for later.
+std::int64_t kept_memory(Device device);
+
 /// From now on torch takes at most so many bytes of the device, what it keeps for later included.
 /// Negative: as many as there are.
 void limit_memory(Device device, std::int64_t bytes);

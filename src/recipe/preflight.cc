@@ -296,6 +296,18 @@ void check_sync(const sync::Options& o) {
   }
 }
 
+/// Refuses a trainer.memory that a GPU's trainers use up before they have read a token.
+void check_trainer_memory(const Recipe& r, const Arm& arm, const ModelConfig& model) {
+  Recipe there = r;
+  if (r.device == kAutoDevice) {  // which is the CPU where there is no GPU
+    if (!why_unusable({Device::Kind::kCuda, 0}).empty()) return;
+    there.device = "cuda";
+  }
+  if (device_named(there.device).kind == Device::Kind::kCuda) {
+    require_trainer_memory(r.trainer.memory_bytes, budget(there, arm, model));
+  }
+}
+
 void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
                    std::int64_t prompt_tokens) {
   const Sampling& sampling = r.schedule.sampling;
@@ -309,8 +321,7 @@ void check_rollout(const Recipe& r, const Arm& arm, const ModelConfig& model,
                      model.vocabulary, " tokens; take as many at most"}));
   }
   const Budget b = budget(r, arm, model);
-  if (r.device != "cpu")
-    check_trainer_memory(r.trainer, b.parameters * (arm.rl.kl_weight > 0 ? 2 : 1));
+  check_trainer_memory(r, arm, model);
   const std::int64_t longest =
       prompt_tokens + std::int64_t{sampling.max_new_tokens} + r.rollout.page_tokens;
   if (b.cache_per_token * longest > r.rollout.cache_bytes) {
@@ -350,12 +361,12 @@ void check(const Recipe& recipe, const Arm& arm, const ModelConfig& model,
   }
 }
 
-void check_trainer_memory(const train::Options& options, std::int64_t parameters) {
-  const std::int64_t least = trainer_bytes("cuda", options.bf16) * parameters;
-  if (options.memory_bytes == 0 || options.memory_bytes > least) return;
-  throw Error(cat({"trainer.memory is ", bytes_text(options.memory_bytes),
-                   ", and weights, gradients and moments of ", parameters, " parameters take ",
-                   bytes_text(least),
+void require_trainer_memory(std::int64_t memory, const Budget& b) {
+  if (memory == 0 || memory > b.trainer) return;
+  const char* const of = b.trainers > 1 ? " of the policy's trainer and the reference's, each of "
+                                        : " of a trainer of ";
+  throw Error(cat({"trainer.memory is ", bytes_text(memory), ", and weights, gradients and moments",
+                   of, b.parameters, " parameters take ", bytes_text(b.trainer),
                    " of it before a token is read: raise it, or set it to 0 for what is free"}));
 }
 
@@ -376,9 +387,12 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
     if (packed && arm.qat.real_product) codes += coded;  // the trainer's own
   }
   b.cache = recipe.rollout.cache_bytes;
-  b.trainer = (trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters + codes) *
-              (arm.rl.kl_weight > 0 ? 2 : 1);
-  b.trainer_most = std::max(b.trainer, recipe.trainer.memory_bytes);
+  b.trainers = arm.rl.kl_weight > 0 ? 2 : 1;
+  b.trainer =
+      (trainer_bytes(recipe.device, recipe.trainer.bf16) * b.parameters + codes) * b.trainers;
+  const bool is_limited =
+      recipe.device != kAutoDevice && device_named(recipe.device).kind == Device::Kind::kCuda;
+  b.trainer_most = std::max(b.trainer, is_limited ? recipe.trainer.memory_bytes : 0);
   b.swap = recipe.rollout.swap_bytes;
   b.records = recipe.store.ram_bytes;
   const std::int64_t kept = recipe.schedule.keep_checkpoints;
@@ -499,8 +513,9 @@ std::string to_string(const Budget& b) {
               b.trainer_most > b.trainer ? " to " + bytes_text(b.trainer_most) : "",
               " of ",
               b.parameters,
-              " parameters\n",
-              "host:   swapped pages up to ",
+              b.trainers > 1 ? " parameters and as many of the reference's" : " parameters",
+              b.evaluation > 0 ? ", an evaluation's engine " + bytes_text(b.evaluation) : "",
+              "\nhost:   swapped pages up to ",
               bytes_text(b.swap),
               ", records up to ",
               bytes_text(b.records),

@@ -21,8 +21,9 @@ struct Budget {
   std::int64_t parameters = 0;
   std::int64_t rollout_weights = 0;  // device
   std::int64_t cache = 0;            // device
+  std::int64_t trainers = 1;         // the policy's, and the reference's where there is one
   std::int64_t trainer = 0;          // device: masters, gradients, moments, a copy to compute with
-  std::int64_t trainer_most = 0;     // device: trainer.memory, or as much as the line above
+  std::int64_t trainer_most = 0;     // GPU: trainer.memory, or as much as the line above
   std::int64_t evaluation = 0;       // device, at most: an engine of its own, for a while
   std::int64_t swap = 0;             // host
   std::int64_t records = 0;          // host
@@ -36,13 +37,15 @@ struct Budget {
   std::int64_t device() const {
     return rollout_weights + std::max(trainer_most, trainer + std::max(cache, evaluation));
   }
+  /// On a CPU all of it lies side by side.
+  std::int64_t host() const { return rollout_weights + cache + trainer + evaluation; }
 };
 
 Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model);
 
-/// Throws Error where trainer.memory is given and is no more than the trainer of so many parameters
-/// takes before it has read a token, on a GPU.
-void check_trainer_memory(const train::Options& options, std::int64_t parameters);
+/// Throws Error where trainer.memory is given, not 0, and is no more than what the budget's
+/// trainers take of a GPU before a token is read.
+void require_trainer_memory(std::int64_t memory, const Budget& budget);
 
 /// A trainer's bytes of a parameter: master, gradient and two moments in FP32; on a GPU the numbers
 /// that it computes with, `bf16` or FP32, lie beside them.

@@ -449,7 +449,10 @@ bool came_later(std::string_view line, std::string_view before, const std::strin
 
 std::string hindrances(std::string_view before, std::string_view after,
                        const std::string& old_file) {
-  constexpr std::string_view kFree[] = {"schedule.save_every", "schedule.keep", "eval.every"};
+  // How much memory there may be changes when something is done, and no number.
+  constexpr std::string_view kFree[] = {"schedule.save_every", "schedule.keep",     "eval.every",
+                                        "trainer.memory",      "trainer.recompute", "rollout.cache",
+                                        "rollout.swap",        "store.ram",         "store.disk"};
   double steps[2] = {}, noise = 0;
   const std::string_view texts[] = {before, after};
   for (std::size_t i = 0; i < 2; ++i) {

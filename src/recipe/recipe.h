@@ -93,14 +93,15 @@ std::string resolved(const SftRecipe& recipe);
 
 /// What keeps a run that began with one resolved recipe from going on with another: differences(),
 /// without those that only extend it, which are more schedule.steps (unless the rollout's noise is
-/// staged over them), schedule.save_every, schedule.keep and eval.every.
+/// staged over them), schedule.save_every, schedule.keep, eval.every and what memory there may be.
 std::string hindrances(std::string_view before, std::string_view after,
                        const std::string& old_file = "the old recipe");
 
 /// Says which those are, for whoever is refused.
 inline constexpr const char* kExtending =
-    "a run goes on with more schedule.steps, and other schedule.save_every, schedule.keep and "
-    "eval.every";
+    "a run goes on with more schedule.steps, and other schedule.save_every, schedule.keep, "
+    "eval.every, trainer.memory, trainer.recompute, rollout.cache, rollout.swap, store.ram and "
+    "store.disk";
 
 /// The keys that calibration fills in when a run begins, where its recipe leaves them empty. They
 /// are the run's from then on, and no part of its method: seeds of one arm differ in them.

@@ -205,6 +205,13 @@ TEST(Recipe, KeysThatOnlyExtendARunHinderNothing) {
   EXPECT_EQ(hindrances(ten, with("schedule.steps = 20\nschedule.save_every = 3\n"
                                  "schedule.keep = 0\neval.every = 5")),
             "");
+  // Nor do the keys that a line names where memory is used up.
+  EXPECT_EQ(hindrances(ten, with("schedule.steps = 10\ntrainer.memory = \"40 GiB\"\n"
+                                 "trainer.recompute = true\nrollout.cache = \"7 MiB\"\n"
+                                 "rollout.swap = \"5 MiB\"\nstore.ram = \"3 GiB\"\n"
+                                 "store.disk = \"9 GiB\"")),
+            "");
+  EXPECT_NE(hindrances(ten, with("schedule.steps = 10\ntrainer.tokens_per_pass = 2048")), "");
   EXPECT_EQ(hindrances(ten, with("schedule.steps = 20\nseed = 3")), "seed: 0 / 3\n");
   EXPECT_EQ(hindrances(ten, with("schedule.steps = 5")), "schedule.steps: 10 / 5\n");
   // A run that began before there was a key goes on under its default, and under no other value.

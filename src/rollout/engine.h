@@ -105,10 +105,12 @@ class Engine {
   /// response_mask is 1, an empty mask standing for all tokens but the first. Needs an idle engine.
   std::vector<Trajectory> rescore(std::span<const Trajectory> trajectories);
 
-  /// Another stage's turn on the device: an idle engine gives back what its KV pages lie in, and
-  /// forgets what they held, and what the pool keeps for later goes where memory is short. Weights
-  /// stay. What runs next takes that memory again, or throws Error naming bytes and option.
-  void rest();
+  /// Another stage's turn on the device, which may take `wanted` bytes more there; -1: nobody
+  /// knows, and it is taken to be as much as the KV pages. Where that leaves less than an eighth of
+  /// the device free, what the pool keeps for later goes back, and where that is not enough what an
+  /// idle engine's KV pages lie in: what they held is forgotten. Weights stay. What runs next takes
+  /// that memory again, or throws Error naming bytes and option. On a CPU nothing goes.
+  void rest(std::int64_t wanted = -1);
   /// Bytes of the device that it gave back so.
   std::int64_t owed() const;
 

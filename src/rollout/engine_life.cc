@@ -166,10 +166,12 @@ std::vector<Trajectory> Engine::rescore(std::span<const Trajectory> trajectories
   return out;
 }
 
-void Engine::rest() {
+void Engine::rest(std::int64_t wanted) {
   const Device device = impl_->at.device;
-  if (idle() && device.kind == Device::Kind::kCuda) impl_->cache.rest();
-  if (is_short_of_memory(device)) trim_pool(device);
+  if (wanted < 0) wanted = owed() > 0 ? 0 : impl_->cache.pool_bytes();
+  if (!is_short_of_memory(device, wanted)) return;
+  trim_pool(device);
+  if (idle() && is_short_of_memory(device, wanted)) impl_->cache.rest();
 }
 
 std::int64_t Engine::owed() const { return impl_->cache.owed(); }

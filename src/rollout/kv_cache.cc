@@ -44,9 +44,9 @@ void check_rule(const Agreement& agreement, const Quantizer& rule, const char* n
   }
 }
 
-/// `take` takes a cache's memory, or says why not.
+/// `take` takes a cache's memory, or says why not and what helps.
 template <typename Take>
-auto taken(std::int64_t cache_bytes, const Take& take) {
+auto taken(std::int64_t cache_bytes, const char* remedy, const Take& take) {
   std::string why;
   try {
     return take();
@@ -55,7 +55,7 @@ auto taken(std::int64_t cache_bytes, const Take& take) {
   } catch (const Error& error) {
     why = error.what();
   }
-  throw Error(cat({"rollout.cache is ", cache_bytes, " bytes: ", why, "; lower it"}));
+  throw Error(cat({"rollout.cache is ", cache_bytes, " bytes: ", why, "; ", remedy}));
 }
 
 }  // namespace
@@ -102,7 +102,7 @@ KvCache::KvCache(const Agreement& agreement, const Options& options, Device devi
   host_count_ = std::max<std::int64_t>(options.swap_bytes, 0) / page_bytes_;
   // Not set to zero: pages of a cache that is larger than its use cost nothing until written.
   const std::int64_t pages = std::int64_t{frame_count_} + (spare_frame() >= 0 ? 1 : 0);
-  pool_ = taken(options.cache_bytes, [&] { return Slab(device, pages * page_bytes_); });
+  pool_ = taken(options.cache_bytes, "lower it", [&] { return Slab(device, pages * page_bytes_); });
   for (LayerKv& layer : layers_) layer.k.pool = layer.v.pool = pool_.as<>();
   free_frames_.resize(static_cast<std::size_t>(frame_count_));
   for (std::int32_t i = 0; i < frame_count_; ++i) {
@@ -350,12 +350,19 @@ void KvCache::forget() {
 
 void KvCache::rest() {
   forget();
-  assert(used_frames() == 0 && "a page that somebody holds would be lost");
+  if (used_frames() != 0) {
+    throw Error(cat({"the KV cache was told to rest with ", used_frames(),
+                     " pages in use, which would be lost; this is a fault of lockstep's own"}));
+  }
   pool_.give_back();
 }
 
 void KvCache::wake() {
-  if (owed() > 0) taken(cache_bytes_, [&] { pool_.take(); });
+  if (owed() == 0) return;
+  taken(
+      cache_bytes_,
+      "lower it, or where another process took the room, set trainer.memory in the recipe of each",
+      [&] { pool_.take(); });
 }
 
 }  // namespace lockstep::rollout

@@ -94,9 +94,10 @@ class KvCache {
 
   /// Nobody holds a page: what they lie in goes back to a CUDA device, with all that is remembered.
   /// `wake` takes it anew, at the same address. Throws Error naming bytes and option where the
-  /// device has not so much free, and can be called again.
+  /// device has not so much free, and can be called again. `rest` throws where a page is in use.
   void rest();
   void wake();
+  std::int64_t pool_bytes() const { return pool_.bytes(); }
   /// Bytes that wake() would take.
   std::int64_t owed() const { return pool_.owed(); }
 

@@ -89,10 +89,12 @@ struct Trainer::Impl {
     limit_memory();
   }
 
+  std::int64_t own_bytes() const { return parameters.bytes() + lanes[0]->grads.bytes(); }
+
   void limit_memory() const {
     const std::int64_t all = options.memory_bytes;
     if (parameters.device().kind == Device::Kind::kCpu) return;
-    const std::int64_t own = parameters.bytes() + lanes[0]->grads.bytes();
+    const std::int64_t own = own_bytes();
     if (all > 0 && all <= own) {
       throw Error(
           cat({"trainer.memory is ", all, " bytes, and weights, gradients and moments take ", own,
@@ -476,6 +478,13 @@ void Trainer::update() {
 void Trainer::rest(std::int64_t wanted) {
   const Device device = impl_->parameters.device();
   if (is_short_of_memory(device, wanted)) ops::empty_cache(device);
+}
+
+std::int64_t Trainer::may_take() const {
+  const Impl& t = *impl_;
+  if (t.options.memory_bytes == 0) return -1;
+  const std::int64_t kept = ops::kept_memory(t.parameters.device());
+  return std::max<std::int64_t>(t.options.memory_bytes - t.own_bytes() - kept, 0);
 }
 
 Metrics Trainer::metrics() {

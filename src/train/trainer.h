@@ -99,6 +99,9 @@ class Trainer {
   /// Another stage's turn on the device: what torch keeps for later goes back where memory is
   /// short, beside `wanted` bytes of that stage's.
   void rest(std::int64_t wanted = 0);
+  /// Bytes of a GPU that options.memory_bytes lets this process take beside what torch keeps now;
+  /// -1 without that limit.
+  std::int64_t may_take() const;
 
   const WeightSource& weights() const;  // masters, FP32
   WeightSink& initial_weights();

@@ -30,8 +30,8 @@ std::int64_t slab_bytes(std::int8_t index, std::int64_t bytes);
 void* reserve_addresses(std::int8_t index, std::int64_t bytes);
 /// Names what lies there now; 0 where there is not so much memory.
 unsigned long long map(std::int8_t index, void* data, std::int64_t bytes);
-/// Waits for the device.
-void unmap(std::int8_t index, void* data, std::int64_t bytes, unsigned long long memory);
+/// Waits for the device. `memory` is 0 as soon as nothing lies there any more, whatever is thrown.
+void unmap(std::int8_t index, void* data, std::int64_t bytes, unsigned long long& memory);
 /// Unmaps too, unless `memory` is 0.
 void drop_addresses(std::int8_t index, void* data, std::int64_t bytes,
                     unsigned long long memory) noexcept;

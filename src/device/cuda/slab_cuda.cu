@@ -1,4 +1,6 @@
 // Memory by way of the driver, which alone tells addresses and what lies there apart.
+#include <utility>
+
 #include "device/cuda/cuda.h"
 #include "device/cuda/driver.h"
 
@@ -86,11 +88,11 @@ unsigned long long map(std::int8_t index, void* data, std::int64_t bytes) {
   return memory;
 }
 
-void unmap(std::int8_t index, void* data, std::int64_t bytes, unsigned long long memory) {
+void unmap(std::int8_t index, void* data, std::int64_t bytes, unsigned long long& memory) {
   const OnDevice scope(index);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   require(the_driver().unmap(address(data), static_cast<std::size_t>(bytes)), "cuMemUnmap");
-  require(the_driver().release(memory), "cuMemRelease");
+  require(the_driver().release(std::exchange(memory, 0)), "cuMemRelease");
 }
 
 // A device that failed before answers every call with that failure, which was reported where it
