@@ -146,11 +146,15 @@ int sft(const SftArgs& args) {
     parameters += rows * cols;
   }
   const std::int64_t bytes = 2 * parameters;
-  const std::string may_be = r.device == recipe::kAutoDevice ? "cuda" : r.device;
-  if (may_be != "cpu") recipe::check_trainer_memory(r.trainer, parameters);
+  const bool is_open = r.device == recipe::kAutoDevice;
+  const std::string may_be = is_open ? "cuda" : r.device;
   const recipe::Budget budget = {
+      .parameters = parameters,
       .trainer = recipe::trainer_bytes(may_be, r.trainer.bf16) * parameters,
       .trainer_most = may_be != "cpu" ? r.trainer.memory_bytes : 0};
+  if (may_be != "cpu" && (!is_open || why_unusable(device_named(may_be)).empty())) {
+    recipe::require_trainer_memory(r.trainer.memory_bytes, budget);
+  }
   settle_device(r, budget);
   const Device device = recipe::ready_device(r.device, budget);
   require_room(out, bytes, "the model takes", "or name another folder with --out");
