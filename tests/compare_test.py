@@ -247,5 +247,7 @@ def test_runs_that_began_on_different_devices_are_refused_together(tmp_path):
         file.write_text(file.read_text().replace('device = "cpu"', 'device = "cuda"'))
     mixed = run(command[:-1])
     assert mixed.returncode == 2 and len(mixed.stderr.splitlines()) == 1, mixed.stderr
-    assert "naive/seed_1, scale/seed_1 began on cpu" in mixed.stderr
-    assert "naive/seed_2, scale/seed_2 began on cuda" in mixed.stderr
+    for seed, device in [(1, "cpu"), (2, "cuda")]:
+        files = ", ".join(f"{arm}/seed_{seed}/recipe.toml" for arm in ["naive", "scale"])
+        assert f"{files} began on {device}" in mixed.stderr
+    assert str(tmp_path / "run") in mixed.stderr

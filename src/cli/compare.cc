@@ -312,14 +312,22 @@ int compare(const CompareArgs& args) {
     print(find_device(cells, args.jobs) + "\n");
     return 0;
   }
-  find_device_apart(cells, args, comparison, root);
+  on_interrupt_say("the same command goes on from here");
+  const bool is_new = !fs::exists(root);
+  lock(
+      root);  // before a GPU is looked at: of two that begin together one alone takes a place there
+  try {
+    find_device_apart(cells, args, comparison, root);
+  } catch (...) {
+    std::error_code ignored;
+    if (is_new && fs::remove(root / ".lock", ignored)) fs::remove(root, ignored);
+    throw;
+  }
   const recipe::Recipe& first = cells.front().recipe;
   info(cat({comparison.arms.size(), " arms x ", comparison.seeds, " seeds of ",
             first.schedule.steps, " steps of ", first.schedule.prompts_per_step, " prompts x ",
             first.schedule.samples_per_prompt, " samples on ", first.model, ", in ",
             root.string()}));
-  on_interrupt_say("the same command goes on from here");
-  lock(root);
   const std::vector<const Cell*> left = left_of(cells);
   if (left.size() < cells.size()) {
     info(cat({cells.size() - left.size(), " of ", cells.size(),

@@ -116,15 +116,14 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   recipe.device = settled_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
-  const std::int64_t at_once = b.rollout_weights + std::max(b.cache + b.trainer, b.trainer_most);
+  const bool on_cpu = recipe::ready_device(recipe.device, b).kind == Device::Kind::kCpu;
+  const std::int64_t at_once = on_cpu ? b.host() : b.device();
   const std::int64_t later = b.swap + b.records;
   const std::int64_t disk = b.checkpoints + b.records_disk;
   row.insert(row.end(), {arm.name, recipe.arm.contract, policy.folder.string(), bytes_text(at_once),
                          bytes_text(later), cat({b.record_per_token, " B"}), bytes_text(disk)});
   std::string why;
-  if (recipe::ready_device(recipe.device, b).kind == Device::Kind::kCpu) {
-    why = short_of("memory", at_once, memory().available);
-  }
+  if (on_cpu) why = short_of("memory", at_once, memory().available);
   if (why.empty()) {
     std::error_code none;
     const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);

@@ -137,7 +137,8 @@ void check_devices(std::span<const ComparedRun> runs) {
   for (const auto& [recipe, folder] : runs) {
     const std::string device = began_on(folder);
     if (device.empty()) continue;
-    const std::string name = (folder.parent_path().filename() / folder.filename()).string();
+    const std::string name =
+        (folder.parent_path().filename() / folder.filename() / "recipe.toml").string();
     std::string& names = began[device];
     names += (names.empty() ? "" : ", ") + name;
     if (recipe->device != recipe::kAutoDevice && recipe->device != device) another = recipe->device;
@@ -152,9 +153,12 @@ void check_devices(std::span<const ComparedRun> runs) {
         cat({"device is ", another, ", and a run goes on where it began: ", all,
              "; say device=", began.begin()->first, ", or give this comparison another --run"}));
   }
-  throw Usage(cat({"arms that are compared all run on one device: ", all,
-                   "; remove the folders of one of them, whose runs begin anew then, or give this "
-                   "comparison another --run"}));
+  throw Usage(
+      cat({"arms that are compared all run on one device, and files in ",
+           runs.front().folder.parent_path().parent_path().string(), " say something else: ", all,
+           "; mend the file that is wrong, remove the folders of one of them, whose runs begin "
+           "anew then, or give this "
+           "comparison another --run"}));
 }
 
 void settle_device(std::span<const ComparedRun> runs, const std::string& found) {

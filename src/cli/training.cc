@@ -137,8 +137,8 @@ class Training {
     const bool due = step == recipe_.schedule.steps || (e.every > 0 && step % e.every == 0);
     if (!due || e.prompts == 0) return {};
     const double began = seconds();
-    engine_.rest();
     trainer_.rest(budget_.evaluation);
+    engine_.rest(budget_.evaluation);
     const PassRate rate = evaluate(agreement_, trainer_.weights(), *task_, e, arm_.rollout,
                                    recipe_.schedule.sampling.max_new_tokens, device_);
     return {{"val-core/" + recipe_.task.name + "/reward/mean@1", rate.mean},

@@ -227,10 +227,12 @@ Metrics rescore(const Loop& loop, const TraceSource& records,
   // Nobody trains on these records, and no step counts these passes.
   release(loop, truth, std::vector<std::uint8_t>(truth.size()));
   loop.engine.metrics();
+  loop.engine.rest(loop.trainer.may_take());  // the trainer's turn, as behind a rollout
   const PerToken engine = rollout_logp(truth);
   const PerToken guided = loop.trainer.logprobs(trajectories, &records);
   const RoutesTrace routes(records);
   const PerToken unguided = loop.trainer.logprobs(trajectories, &routes);
+  loop.trainer.rest(loop.engine.owed());
   const double guided_diff = mean_abs_diff(trajectories, guided, engine);
   if (std::isnan(guided_diff)) return {};
   return {{"fp4/rescore/guided_abs_diff", guided_diff},

@@ -84,7 +84,7 @@ Metrics one_step(Loop& loop, std::int64_t step) {
   const std::vector<std::uint8_t> tainted = taints(loop, step, trajectories, moves, metrics);
   metrics["timing_s/reward"] += timer.lap();
 
-  loop.engine.rest();
+  loop.engine.rest(loop.trainer.may_take());
   metrics["timing_s/gen"] += timer.lap();
 
   // -> train: the policy as it was, following the records; the reference policy follows none

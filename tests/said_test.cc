@@ -1,0 +1,53 @@
+// What a GPU without memory says, and the remedy that helps where it is the limit that is met, and
+// where it is the device that is full.
+#include "cli/said.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "base/text.h"
+
+namespace lockstep::cli {
+namespace {
+
+std::string out_of_memory(const std::string& tried, const std::string& free,
+                          const std::string& allowed) {
+  return said(std::runtime_error(
+      cat({"CUDA out of memory. Tried to allocate ", tried,
+           ". GPU 0 has a total capacity of 139.80 GiB of which ", free,
+           " is free. Including non-PyTorch memory, this process has 70.00 GiB memory in use. ",
+           allowed, "Of the allocated memory 9.00 GiB is allocated by PyTorch.\nfurther lines"})));
+}
+
+bool has(const std::string& line, const char* words) {
+  return line.find(words) != std::string::npos;
+}
+
+TEST(Said, ALimitIsRaisedWhereItIsWhatWasMet) {
+  for (const char* tried : {"2.00 GiB", "20.00 MiB", "512.00 KiB", "512 bytes"}) {
+    const std::string line = out_of_memory(tried, "60.00 GiB", "4.00 GiB allowed; ");
+    EXPECT_TRUE(has(line, "; raise trainer.memory, ")) << line;
+    EXPECT_FALSE(has(line, "rollout.cache")) << line;
+    EXPECT_EQ(line.find('\n'), std::string::npos);
+  }
+}
+
+TEST(Said, ALimitIsNotRaisedWhereTheDeviceIsFull) {
+  for (const char* free : {"1.99 GiB", "300.00 MiB", "4.00 KiB", "0 bytes"}) {
+    const std::string line = out_of_memory("2.00 GiB", free, "40.00 GiB allowed; ");
+    EXPECT_FALSE(has(line, "raise trainer.memory")) << line;
+    EXPECT_TRUE(has(line, "give other processes on the device less")) << line;
+  }
+}
+
+TEST(Said, WithoutALimitOneIsNamedForWhichPagesMakeRoom) {
+  const std::string line = out_of_memory("2.00 GiB", "1.00 GiB", "");
+  EXPECT_TRUE(has(line, "; set trainer.memory to what training takes")) << line;
+  EXPECT_TRUE(has(line, "lower trainer.tokens_per_pass")) << line;
+  EXPECT_FALSE(has(line, "raise trainer.memory")) << line;
+}
+
+}  // namespace
+}  // namespace lockstep::cli
