@@ -197,7 +197,11 @@ TEST_P(TrainerOnDevice, TakesNoMoreThanItMay) {
     EXPECT_EQ(trainer->logprobs(batch, &trace), free);
     trainer->accumulate(batch, &trace, some_loss);
     trainer->update();
-    tensor(64 << 20);
+    const std::int64_t left = trainer->may_take();
+    EXPECT_GE(left, 0);
+    EXPECT_LT(left, 256 << 20);  // its weights take some
+    const Tensor some = tensor(64 << 20);
+    EXPECT_LE(trainer->may_take(), left);
     ops::empty_cache(device);
     try {
       tensor(300 << 20);
@@ -208,7 +212,7 @@ TEST_P(TrainerOnDevice, TakesNoMoreThanItMay) {
       EXPECT_NE(what.find(" allowed; "), std::string::npos) << what;
     }
   }
-  make(agreement, {}, weights);  // and the next one has no limit
+  EXPECT_EQ(make(agreement, {}, weights)->may_take(), -1);  // and the next one has no limit
   tensor(300 << 20);
   try {
     make(agreement, {.memory_bytes = 4096}, weights);
