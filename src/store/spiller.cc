@@ -50,18 +50,16 @@ void Store::Impl::work() {
 /// Many pieces of memory each, which nobody should wait for.
 void Store::Impl::free_bodies(std::unique_lock<std::mutex>& lock) {
   auto bodies = std::exchange(given_up, {});
+  const std::int64_t bytes = unfreed;
   lock.unlock();
-  bodies.clear();
+  bodies.clear();  // a read under way has its own share
   lock.lock();
+  unfreed -= bytes;
 }
 
 void Store::Impl::evict_clean() {
   while (pressed() && !clean.empty()) {
-    Entry& entry = spans.at(clean.begin()->second);
-    ram_used -= entry.body_bytes;
-    clean_bytes -= entry.body_bytes;
-    entry.body_bytes = 0;
-    entry.body.reset();  // a read under way has its own share of it
+    give_up_body(spans.at(clean.begin()->second));
     clean.erase(clean.begin());
   }
 }
@@ -114,13 +112,18 @@ void Store::Impl::load_body(std::unique_lock<std::mutex>& lock) {
       }
     }
   }
+  for (Column& column : columns) column.close();
   lock.lock();
 
   found = spans.find(id);
-  if (found == spans.end() || found->second.disk != from || found->second.body) return;
+  if (found == spans.end() || found->second.disk != from || found->second.body) {
+    lock.unlock();
+    columns.clear();
+    lock.lock();
+    return;
+  }
   auto body = std::make_shared<Body>();
   for (Column& column : columns) {
-    column.close();
     const std::size_t number = schema.id(column.place(), column.layout().encoding);
     if (number >= body->columns.size()) body->columns.resize(schema.size());
     body->columns[number] = std::move(column);
@@ -134,9 +137,9 @@ void Store::Impl::load_body(std::unique_lock<std::mutex>& lock) {
 }
 
 void Store::Impl::forget_on_disk(std::unique_lock<std::mutex>& lock) {
-  const std::vector<OnDisk> given_up = std::exchange(forgotten, {});
+  const std::vector<OnDisk> gone = std::exchange(forgotten, {});
   lock.unlock();
-  const std::int64_t freed = disk->forget(given_up);
+  const std::int64_t freed = disk->forget(gone);
   lock.lock();
   if (freed > 0) disk_full = false;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/parallel.h"
 #include "base/text.h"
@@ -160,11 +161,18 @@ void Store::Impl::append(std::span<const TokenKey> tokens,
   }
 }
 
+/// Its pieces of memory are many: nobody but the store's own thread should wait for them.
+void Store::Impl::give_up_body(Entry& entry) {
+  if (!entry.body) return;
+  given_up.push_back(std::move(entry.body));
+  ram_used -= entry.body_bytes;
+  if (entry.disk) clean_bytes -= entry.body_bytes;
+  unfreed += std::exchange(entry.body_bytes, 0);
+}
+
 void Store::Impl::drop(Entries::iterator found) {
   Entry& entry = found->second;
-  if (entry.body) ram_used -= entry.body_bytes;
-  if (entry.body && entry.disk) clean_bytes -= entry.body_bytes;
-  if (entry.body) given_up.push_back(std::move(entry.body));
+  give_up_body(entry);
   if (!entry.sealed) --open_spans;
   if (entry.disk) forgotten.push_back(entry.disk);
   unspilled.erase(entry.order);
@@ -277,11 +285,10 @@ void Store::open(const Span& span, ContractId contract) {
 bool Store::admits(std::int64_t bytes) const {
   Impl& s = *impl_;
   std::unique_lock lock(s.mutex);
-  if (bytes <= s.room()) {
+  bool enough = bytes <= s.room();
+  if (enough) {
     s.wanted_room = 0;
-    return true;
-  }
-  if (s.disk) {
+  } else if (s.disk) {
     // The answer must not depend on how far the store's own thread is: a run is the same each time.
     if (s.open_spans == 0) s.disk_full = false;  // ask again: somebody may have made room
     s.wanted_room = std::max(s.wanted_room, bytes);
@@ -289,9 +296,14 @@ bool Store::admits(std::int64_t bytes) const {
     s.done_cv.wait(lock, [&] {
       return bytes <= s.room() || (!s.busy && s.forgotten.empty() && !s.wants_spill());
     });
-    const bool enough = bytes <= s.room();
+    enough = bytes <= s.room();
     if (enough || s.open_spans == 0) s.wanted_room = 0;
-    if (enough) return true;
+  }
+  if (enough) {
+    const auto there = [&] { return s.unfreed == 0 || bytes <= s.room() - s.unfreed; };
+    if (!there()) s.wake();
+    s.done_cv.wait(lock, there);
+    return true;
   }
   ++s.counts.holds;
   s.why_held = cat({"records: no room for ", bytes, " more bytes: ", s.ram_used,
@@ -483,7 +495,7 @@ Metrics Store::metrics() {
       {"fp4/trace/admission_holds", number(counts.holds)},
       {"perf/trace/dropped_bytes", number(s.damage.bytes)},
       {"fp4/trace/spans_live", number(std::ssize(s.spans))},
-      {"perf/trace/ram_bytes", number(s.ram_used)},
+      {"perf/trace/ram_bytes", number(s.ram_used + s.unfreed)},
       {"perf/trace/disk_bytes", number(s.disk ? s.disk->bytes() : 0)},
       {"perf/trace/segments", number(s.disk ? s.disk->segments() : 0)},
       {"perf/trace/foreign_files", number(s.disk ? std::ssize(s.disk->foreign()) : 0)}};

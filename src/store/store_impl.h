@@ -81,6 +81,7 @@ struct Store::Impl {
   void append(std::span<const TokenKey> tokens, std::span<const Rows<const std::byte>> places,
               std::size_t row_bytes, Apart& apart);
   void drop(Entries::iterator entry);
+  void give_up_body(Entry& entry);
   void wake();
   void wake_if_pressed();
   std::int64_t room() const { return options.ram_bytes - ram_used + clean_bytes; }
@@ -122,6 +123,7 @@ struct Store::Impl {
   std::deque<std::uint64_t> wanted;                  // to be brought back
   std::vector<OnDisk> forgotten;
   std::vector<std::shared_ptr<const Body>> given_up;  // whose memory that thread gives back
+  std::int64_t unfreed = 0;                           // bytes of theirs, not in ram_used any more
   std::int64_t wanted_room = 0;                       // bytes that admits() asked for
   bool lowering = false;                              // spilling on past the high water mark
   bool busy = false;                                  // the store's own thread is at work

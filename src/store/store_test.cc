@@ -416,6 +416,7 @@ TEST(Store, ManyOpenSpansTakeLittleMoreThanTheirRows) {
   write_span(store, {1000}, 0, 2000);
   write_span(store, {1001}, 0, 3);
   store.release(std::vector<SpanId>{{1000}, {1001}});
+  EXPECT_TRUE(store.admits(Options{}.ram_bytes));  // their memory is gone
   static_cast<void>(store.metrics());
   constexpr int kSpans = 50;
   for (int s = 0; s < kSpans; ++s) store.open({.id = {std::uint64_t(s)}}, kContract);
@@ -446,6 +447,23 @@ TEST(Store, AFullStoreHoldsBackTheNextSequenceAndDropsNothing) {
   EXPECT_EQ(own_span(store, kA, 0, 80), rows_in_span(0, 80));
   store.release(std::vector{kA});
   EXPECT_TRUE(store.admits(2500));
+}
+
+TEST(Store, ThereIsRoomOnceMemoryIsFree) {
+  constexpr RowLayout kWide{Encoding::kCodes, 1 << 14, 16, 0};
+  constexpr int kRows = 4096;
+  const Bytes rows(row_offset(kRows, kWide.bytes()));
+  constexpr std::int64_t kBudget = 64 << 20;
+  Store store({.ram_bytes = kBudget});
+  for (int round = 0; round < 4; ++round) {
+    store.open({.id = kA}, kContract);
+    store.append(positions(kA, 0, kRows), {kW13, kWide, rows});
+    store.seal(kA);
+    EXPECT_FALSE(store.admits(kBudget));
+    store.release({{kA}});
+    EXPECT_TRUE(store.admits(kBudget));
+    EXPECT_EQ(store.metrics().at("perf/trace/ram_bytes"), 0);
+  }
 }
 
 TEST(Store, TheDiskBudgetHoldsBackToo) {
@@ -510,8 +528,10 @@ TEST(Store, OneWritesWhileOthersReadPrefetchAndGiveUp) {
   std::thread a(reader, 1), b(reader, 2);
   for (std::uint64_t s = 0; s < kSpans; ++s) {
     write_span(store, {s}, 0, 30);
+    const std::uint64_t before = reads;
     sealed = s + 1;
-    while (reads < s) std::this_thread::yield();  // or a fast writer leaves nobody a chance
+    // A fast writer leaves nobody a chance.
+    while (sealed < kSpans && reads < before + 4) std::this_thread::yield();
     if (s % 10 == 9) store.release(std::vector<SpanId>{{s - 5}});
   }
   a.join();
