@@ -118,6 +118,11 @@ function(lockstep_cuda_bench)
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/*_cuda_bench.cc tools/bench/*_cuda_bench.cc)
   add_executable(cuda_bench tools/bench/cuda_bench.cc ${sources})
   target_link_libraries(cuda_bench PRIVATE ${ARGN})
+  # What tools/h200.sh -n calls its figures by: of this program, wherever it is taken.
+  add_custom_command(
+    TARGET cuda_bench POST_BUILD WORKING_DIRECTORY ${CMAKE_SOURCE_DIR} VERBATIM
+    COMMAND sh -c "git describe --always --dirty >\"$1\" 2>/dev/null || rm -f \"$1\"" sh
+            ${CMAKE_BINARY_DIR}/commit)
 endfunction()
 
 # What crosses folders: tests/x_test.cc an executable each, tests/x_test.py under pytest,

@@ -6,7 +6,8 @@
 #   tools/h200.sh [-b BUILD] [-n] [-o FILE] [-t] [-s] [-y] [name ...]
 #
 #   -b BUILD  a build folder with LOCKSTEP_CUDA (default build-h200, made where it is not there)
-#   -n        build nothing: BUILD was made elsewhere, say on a machine that has the libraries' headers
+#   -n        build nothing: BUILD was made elsewhere, say on a machine that has the libraries' headers;
+#             the table names the commit that BUILD/commit has
 #   -o FILE   where the table goes too (default BUILD/h200.txt)
 #   -t        tests alone
 #   -s        the tests under compute-sanitizer too: some minutes
@@ -29,7 +30,7 @@ while getopts "b:no:tsy" option; do
     t) tests_alone=true ;;
     s) sanitize=true ;;
     y) study=true ;;
-    *) sed -n '2,15p' "$0"; exit 2 ;;
+    *) sed -n '2,16p' "$0"; exit 2 ;;
   esac
 done
 shift $((OPTIND - 1))
@@ -99,8 +100,18 @@ learn_and_compare() {
   [ -e runs/long_sft/model.safetensors ] || "$build/lockstep" sft recipes/long_sft.toml || return 1
   "$build/lockstep" compare recipes/studies/long_answers.toml
 }
+# Of the programs, not of the checkout where they were not made of it.
+commit() {
+  if $building; then
+    git describe --always --dirty 2>/dev/null || echo unknown
+  elif [ -s "$build/commit" ]; then
+    cat "$build/commit"
+  else
+    echo "unknown (built elsewhere)"
+  fi
+}
 report() {
-  echo "commit $(git describe --always --dirty 2>/dev/null || echo unknown), $(date -u +%FT%TZ)"
+  echo "commit $(commit), $(date -u +%FT%TZ)"
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   printf '\n== tests\n'
   tests
