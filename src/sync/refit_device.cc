@@ -67,7 +67,9 @@ std::int64_t DeviceSender::send(const Weight& weight, bool quantize, std::size_t
   if (!quantize && place_numbers(weight, number)) {
     const auto [rows, cols] = waiting_numbers_.back().master.shape;
     waiting_bytes_ += 2 * rows * cols;
-    if (waiting_bytes_ >= kPlainBytes) place_waiting_numbers();
+    if (waiting_bytes_ >= kPlainBytes || std::ssize(waiting_numbers_) == kSlots) {
+      place_waiting_numbers();
+    }
     return 2 * rows * cols;
   }
   // What is put comes in order.
@@ -261,6 +263,7 @@ std::int64_t DeviceSender::send_numbers(const Weight& weight, std::size_t number
       weight.value);
   plain_.push_back({weight, number});
   plain_bytes_ += 2 * rows * cols;
+  if (std::ssize(plain_) == kSlots) send_plain();
   return 2 * rows * cols;
 }
 
