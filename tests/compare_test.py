@@ -210,6 +210,13 @@ def test_train_takes_a_variant(tmp_path):
     assert 'arm = "trace"' in text and 'mode = "rollout_scale"' in text
 
 
+def test_arms_without_a_gap_are_not_sorted_by_it(tmp_path):
+    # Answers cut so short are all wrong alike, and nothing is trained on.
+    done = run([*compare(tmp_path), "--seeds", "1", "schedule.steps=1", "rollout.max_new_tokens=4"])
+    assert done.returncode == 0, done.stderr
+    assert "By gap" not in done.stdout and "No gap was measured" in done.stdout
+
+
 def test_a_finished_comparison_stays_what_it_was(tmp_path):
     """Calibrated keys and the time that its runs took, too."""
     text = BASE.replace("steps = 3", "steps = 2") + """[compare]

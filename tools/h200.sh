@@ -36,6 +36,8 @@ done
 shift $((OPTIND - 1))
 python=${LOCKSTEP_PYTHON:-python3}
 out=${out:-$build/h200.txt}
+programs=(device_test kernels_test rollout_test sync_test train_test recipe_test refit_device_test
+  device_fault_test parity_test cuda_bench train_bench step_bench lockstep)
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
   echo "h200: there is no NVIDIA GPU on this machine" >&2
@@ -47,12 +49,18 @@ if $building && [ ! -e "$build/build.ninja" ]; then
 fi
 # Always where it builds: the table names this commit.
 if $building; then
-  cmake --build "$build" --target device_test kernels_test rollout_test sync_test train_test \
-    recipe_test refit_device_test device_fault_test parity_test cuda_bench train_bench step_bench \
-    lockstep_cli || exit 1
+  cmake --build "$build" --target "${programs[@]/%lockstep/lockstep_cli}" || exit 1
 fi
-if [ ! -x "$build/kernels_test" ]; then
-  echo "h200: $build has no kernels_test: build it there, or leave out -n" >&2
+missing=""
+for program in "${programs[@]}"; do
+  [ -x "$build/$program" ] || missing+=" $program"
+done
+if [ -n "$missing" ]; then
+  echo "h200: $build has no$missing: build them there, or leave out -n" >&2
+  exit 1
+fi
+if ! { : >>"$out"; } 2>/dev/null; then
+  echo "h200: $out cannot be written, where the table goes: give another file with -o" >&2
   exit 1
 fi
 

@@ -36,7 +36,22 @@ shift $((OPTIND - 1))
 [ $# -gt 0 ] || { sed -n '2,15p' "$0"; exit 2; }
 build=$1
 shift
+for number in "$jobs" "$limit" "$most"; do
+  if ! [[ $number =~ ^[1-9][0-9]*$ ]]; then
+    echo "sanitize: $number: jobs and seconds are whole numbers from 1" >&2
+    exit 2
+  fi
+done
 [ $# -gt 0 ] || set -- memcheck racecheck synccheck initcheck
+for tool in "$@"; do
+  case $tool in
+    memcheck | racecheck | synccheck | initcheck) ;;
+    *)
+      echo "sanitize: $tool is no tool: memcheck, racecheck, synccheck or initcheck" >&2
+      exit 2
+      ;;
+  esac
+done
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -z "$sanitizer" ]; then
@@ -47,6 +62,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 for test in $tests; do
+  if [ ! -x "$build/$test" ]; then
+    echo "sanitize: $build has no $test: build it, or name other tests with -t" >&2
+    exit 1
+  fi
   "$build/$test" --gtest_list_tests --gtest_filter="$filter" 2>/dev/null |
     awk -v p="$test" '/^[^ ]/ { s = $1 } /^ / { print p, s $1 }'
 done >"$work/list"

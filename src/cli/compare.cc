@@ -278,6 +278,9 @@ std::string by_gap(std::vector<ArmFigures> arms) {
   for (const ArmFigures& arm : arms) {
     if (arm.verdict.size() > 2) out += arm.arm + ": " + arm.verdict + "\n";
   }
+  // A run of few steps may have none.
+  std::erase_if(arms, [](const ArmFigures& arm) { return std::isnan(arm.gap_last.mean); });
+  if (arms.empty()) return out + "No gap was measured: no sampled token was trained on.\n";
   std::stable_sort(arms.begin(), arms.end(), [](const ArmFigures& a, const ArmFigures& b) {
     return a.gap_last.mean < b.gap_last.mean;
   });
