@@ -19,7 +19,7 @@ inline constexpr int kBlockThreads = 32 * 3 * kMostHeads;
 /// Blocks of threads that a multiprocessor holds at a time.
 constexpr int residents_of(KvFormat format, int groups, int dim) {
   if (groups > 1) return 1;
-  return dim < 128 ? 3 : format == KvFormat::kNvfp4 ? 2 : 1;
+  return dim == 32 ? 4 : dim == 64 ? 3 : format == KvFormat::kNvfp4 ? 2 : 1;
 }
 /// Blocks of keys or values in shared memory.
 constexpr int stages_of(KvFormat format, int groups) {
@@ -256,15 +256,17 @@ __device__ inline void take_items(const AttentionParams& p, const typename Shape
 /// Registers of the warps that take keys; the four others make room for them. More than a block
 /// starts with would never be given.
 constexpr int registers_of(int residents) {
-  return residents == 3 ? 64 : residents == 2 ? 104 : 232;
+  return residents == 4 ? 48 : residents == 3 ? 64 : residents == 2 ? 104 : 232;
 }
-constexpr int loading_registers_of(int residents) { return residents == 3 ? 40 : 32; }
+constexpr int loading_registers_of(int residents) {
+  return residents == 4 ? 24 : residents == 3 ? 40 : 32;
+}
 static_assert(kTracks == kMostHeads && kValuesBehind == track_of(true, 0));
 constexpr bool has_registers(int residents) {
   const int at_start = 65536 / (kBlockThreads * residents) / 8 * 8;
   return 2 * registers_of(residents) + loading_registers_of(residents) <= 3 * at_start;
 }
-static_assert(has_registers(1) && has_registers(2) && has_registers(3));
+static_assert(has_registers(1) && has_registers(2) && has_registers(3) && has_registers(4));
 
 template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
 __global__ void __launch_bounds__(kBlockThreads, residents_of(kFormat, kGroups, kDim))

@@ -241,20 +241,19 @@ class Loader {
     __syncwarp();
   }
 
-  /// By one thread. What is read beyond the last row, to a whole number of 16 bytes, is the page's
+  /// A lane a page. What is read beyond the last row, to a whole number of 16 bytes, is the page's
   /// and codes, whose scales are 0.
-  __device__ void copy_runs(const Barrier& done, unsigned char* rows, PagePlace at,
+  __device__ void copy_runs(const Barrier& done, unsigned char* rows, const PagePlace& from,
                             int count) const {
-    if (lane_ == 0) {
-      done.expect(whole(count * row_bytes()));
+    if (lane_ == 0) done.expect(whole(count * row_bytes()));
+    __syncwarp();
 #pragma unroll 1
-      while (count > 0) {
-        const int some = min(p_.page_tokens - at.slot, count);
-        done.copy(rows, row_of(at.page, at.slot), whole(some * row_bytes()));
-        rows += some * stride();
-        count -= some;
-        at = {at.page + 1, 0};
-      }
+    for (int i = lane_;; i += 32) {
+      const int slot = i == 0 ? from.slot : 0;
+      const int to = i * p_.page_tokens - (from.slot - slot);
+      if (to >= count) break;
+      done.copy(rows + to * stride(), row_of(from.page + i, slot),
+                whole(min(p_.page_tokens - slot, count - to) * row_bytes()));
     }
     __syncwarp();
   }
