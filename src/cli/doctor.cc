@@ -234,14 +234,14 @@ void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& a
 }
 
 void look_at_recipes(Doctor& doctor, const DoctorArgs& args) {
-  std::vector<std::vector<std::string>> rows = {
-      {"recipe that fits", "arm", "contract", "model", "memory", "later up to", "a token", "disk"}};
+  std::vector<std::vector<std::string>> rows = {{"recipe that fits", "arm", "contract", "model",
+                                                 "memory", "later up to", "a token", "disk up to"}};
   const std::vector<std::string> files = recipe_files(args);
   for (const std::string& file : files) look_at_recipe(doctor, file, args, rows);
   if (rows.size() > 1) {
     print("\n" + columns(rows) +
           "memory is beside activations; later come swapped pages and records, so many bytes a "
-          "token; disk is for checkpoints and records\n\n");
+          "token; disk is for checkpoints and records, as many as the recipe lets stay\n\n");
   }
   if (!args.assignments.empty() || args.quick || !doctor.missing().empty()) return;
   for (const std::string& file : files) {
