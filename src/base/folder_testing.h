@@ -11,7 +11,8 @@ namespace lockstep {
 /// A new folder that no other test has, to be removed by whoever asked for it.
 inline std::filesystem::path make_test_folder(
     const std::filesystem::path& under = std::filesystem::temp_directory_path()) {
-  std::string name = (under / "lockstep_test_XXXXXX").string();  // mkdtemp fills the X in
+  // Six X are where mkdtemp writes a name of its own.
+  std::string name = (under / "lockstep_test_").string() + std::string(6, 'X');
   if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder can be made: " + name);
   return name;
 }
