@@ -11,6 +11,7 @@
 #include "kernels/exact/flips_cuda.h"
 #include "kernels/exact/place_weights_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
+#include "kernels/exact/tile_words_cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
 
 namespace lockstep::kernels::place_device {
@@ -228,29 +229,6 @@ struct LaneFlips {
     codes = adjacent = scales = 0;
   }
 };
-
-/// Words 0 .. 3 of block `quad`, columns 4 t .. 4 t + 3 of both outputs, become word `quad` of all
-/// four blocks.
-__device__ inline uint4 tile_words(const uint2 (&codes)[2]) {
-  const int quad = static_cast<int>(threadIdx.x) % 4;
-  std::uint32_t words[4] = {
-      __byte_perm(codes[0].x, codes[1].x, 0x5410), __byte_perm(codes[0].x, codes[1].x, 0x7632),
-      __byte_perm(codes[0].y, codes[1].y, 0x5410), __byte_perm(codes[0].y, codes[1].y, 0x7632)};
-  const bool odd = (quad & 1) != 0, upper = (quad & 2) != 0;
-#pragma unroll
-  for (int k = 0; k < 4; k += 2) {
-    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, odd ? words[k] : words[k + 1], 1);
-    words[k] = odd ? got : words[k];
-    words[k + 1] = odd ? words[k + 1] : got;
-  }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[k] : words[k + 2], 2);
-    words[k] = upper ? got : words[k];
-    words[k + 2] = upper ? words[k + 2] : got;
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
 
 /// What a sample has of this unit's rows.
 __device__ inline void leave_sample(const PlacedMatrix& m, std::int32_t unit, std::int32_t n,

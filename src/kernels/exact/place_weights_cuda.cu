@@ -76,7 +76,7 @@ __device__ inline void place_unit(const PlaceArgs& p, PlaceShared& s, std::int32
     norm += __shfl_xor_sync(0xFFFFFFFFu, norm, half);
   }
   if (order.sampled != 0) leave_sample(p.matrices[order.matrix], order.unit, n, codes, bytes);
-  const uint4 words = tile_words(codes);
+  const uint4 words = tile_words(codes, static_cast<int>(threadIdx.x) % 4);
   const std::uint32_t scales = bytes[0] | bytes[1] << 8;
   if (flips.of != nullptr) {
     wait_for_before();

@@ -9,6 +9,7 @@
 #include "kernels/exact/flips_cuda.h"
 #include "kernels/exact/quantize_weights_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
+#include "kernels/exact/tile_words_cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
 
 namespace lockstep::kernels {
@@ -188,25 +189,7 @@ __global__ void __launch_bounds__(kThreads) w4a4_replace_kernel(const __grid_con
       halves[h] = *reinterpret_cast<const uint2*>(w.codes + 8 * at);
       scales |= static_cast<std::uint32_t>(w.scales[at]) << 8 * h;
     }
-    // Word t: columns 4 t .. 4 t + 3 of this block, of both outputs.
-    std::uint32_t words[4] = {__byte_perm(halves[0].x, halves[1].x, 0x5410),
-                              __byte_perm(halves[0].x, halves[1].x, 0x7632),
-                              __byte_perm(halves[0].y, halves[1].y, 0x5410),
-                              __byte_perm(halves[0].y, halves[1].y, 0x7632)};
-    // Word t of lane i becomes word i of lane t.
-    const bool odd = (quad & 1) != 0, upper = (quad & 2) != 0;
-#pragma unroll
-    for (int k = 0; k < 4; k += 2) {
-      const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, odd ? words[k] : words[k + 1], 1);
-      words[k] = odd ? got : words[k];
-      words[k + 1] = odd ? words[k + 1] : got;
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[k] : words[k + 2], 2);
-      words[k] = upper ? got : words[k];
-      words[k + 2] = upper ? words[k + 2] : got;
-    }
+    const uint4 words = tile_words(halves, quad);
     std::byte* const to =
         w.expert + W4a4Weights::kHeaderBytes + tile * w.tile_bytes + chunk * kChunkBytes;
     auto* const codes_at = reinterpret_cast<uint4*>(to) + lane;
@@ -214,14 +197,14 @@ __global__ void __launch_bounds__(kThreads) w4a4_replace_kernel(const __grid_con
     if (w.flips != nullptr) {
       const uint4 before = *codes_at;
       const std::uint32_t scales_before = *scales_at;
-      compare_word(words[0], before.x, flips, adjacent);
-      compare_word(words[1], before.y, flips, adjacent);
-      compare_word(words[2], before.z, flips, adjacent);
-      compare_word(words[3], before.w, flips, adjacent);
+      compare_word(words.x, before.x, flips, adjacent);
+      compare_word(words.y, before.y, flips, adjacent);
+      compare_word(words.z, before.z, flips, adjacent);
+      compare_word(words.w, before.w, flips, adjacent);
       scale_flips += ((scales ^ scales_before) & 0xFFu) != 0;
       scale_flips += ((scales ^ scales_before) & 0xFF00u) != 0;
     }
-    *codes_at = {words[0], words[1], words[2], words[3]};
+    *codes_at = words;
     *scales_at = static_cast<std::uint16_t>(scales);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
