@@ -12,9 +12,10 @@
 namespace lockstep::kernels {
 namespace {
 
-constexpr int kFewestWarps = 4;
-constexpr int kMostWarps = 16;
-constexpr std::int64_t kMostBytes = 48 << 10;  // of a row, in shared memory
+constexpr int kHeadLanes = 16;   // of a head: those of lanes.h, and both of a pair are one lane's
+constexpr int kBlockHeads = 16;  // that a block has at once
+constexpr int kThreads = kHeadLanes * kBlockHeads;
+constexpr std::int64_t kMostBytes = 48 << 10;  // of K's and V's rows, in shared memory
 
 enum class HeadCodes : std::uint8_t { kBf16, kNvfp4, kMxfp4 };
 
@@ -49,143 +50,235 @@ struct HeadParams {
   float eps;
 };
 
-/// A head in shared memory, by a warp: its norm, then its rotation.
-__device__ void turn_head(Bf16* head, const Bf16* norm, const float* cos, const float* sin, int dim,
-                          float eps) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  float inverse = 1.0f;
-  if (norm != nullptr) {
-    inverse = inverse_rms(warp_sum_of_squares(head, dim), static_cast<float>(dim), eps);
-  }
-  const auto value = [&](int i) {
-    if (norm == nullptr) return to_float(head[i]);
-    const Bf16 normal = to_bf16(__fmul_rn(to_float(head[i]), inverse));
-    return to_float(to_bf16(__fmul_rn(to_float(normal), to_float(norm[i]))));
-  };
-  const int half = dim / 2;
-  for (int i = lane; i < half; i += 32) {
-    const float a = value(i);
-    const float b = value(i + half);
-    head[i] = to_bf16(__fsub_rn(__fmul_rn(a, cos[i]), __fmul_rn(b, sin[i])));
-    head[i + half] = to_bf16(__fadd_rn(__fmul_rn(b, cos[i]), __fmul_rn(a, sin[i])));
-  }
-}
+/// A lane's numbers of a head, sixteen apart, and what they are multiplied with.
+template <int kDim>
+struct HeadLane {
+  static constexpr int kOfLane = kDim / kHeadLanes;
+  float v[kOfLane];
+  Bf16 norm[kOfLane];
+  float cos[kOfLane / 2];
+  float sin[kOfLane / 2];
 
-__device__ bool holds_nonfinite(std::uint32_t pair) {
-  return (pair & 0x7F800000u) == 0x7F800000u || (pair & 0x7F80u) == 0x7F80u;
-}
+  __device__ void load_turn(const Bf16* weight, const float* cosines, const float* sines) {
+#pragma unroll
+    for (int k = 0; k < kOfLane / 2; ++k) {
+      cos[k] = cosines[kHeadLanes * k];
+      sin[k] = sines[kHeadLanes * k];
+    }
+    if (weight == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) norm[k] = weight[kHeadLanes * k];
+  }
+
+  /// Zeros where there is none.
+  __device__ void load(const Bf16* x, bool there) {
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) v[k] = there ? to_float(x[kHeadLanes * k]) : 0.0f;
+  }
+
+  /// All lanes of the warp.
+  __device__ void normalize(float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) sum = __fadd_rn(sum, __fmul_rn(v[k], v[k]));
+#pragma unroll
+    for (int half = kHeadLanes / 2; half > 0; half /= 2) {
+      sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half, kHeadLanes));
+    }
+    sum = __shfl_sync(0xFFFFFFFFu, sum, 0, kHeadLanes);
+    const float inverse = inverse_rms(sum, static_cast<float>(kDim), eps);
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) {
+      const Bf16 normal = to_bf16(__fmul_rn(v[k], inverse));
+      v[k] = to_float(to_bf16(__fmul_rn(to_float(normal), to_float(norm[k]))));
+    }
+  }
+
+  __device__ void turn() {
+#pragma unroll
+    for (int k = 0; k < kOfLane / 2; ++k) {
+      const float a = v[k], b = v[k + kOfLane / 2];
+      v[k] = to_float(to_bf16(__fsub_rn(__fmul_rn(a, cos[k]), __fmul_rn(b, sin[k]))));
+      v[k + kOfLane / 2] = to_float(to_bf16(__fadd_rn(__fmul_rn(b, cos[k]), __fmul_rn(a, sin[k]))));
+    }
+  }
+
+  /// Whether one is not finite.
+  __device__ bool is_bad() const {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) most = max(most, float_bits(v[k]) & 0x7FFFFFFFu);
+    return most >= 0x7F800000u;
+  }
+
+  __device__ void store(Bf16* x) const {
+#pragma unroll
+    for (int k = 0; k < kOfLane; ++k) x[kHeadLanes * k] = bf16_of(v[k]);
+  }
+
+ private:
+  static __device__ Bf16 bf16_of(float x) {
+    return static_cast<Bf16>(float_bits(x) >> 16);  // it is one
+  }
+};
 
 /// What a block counts before it adds it to what all have.
 struct SharedCounts {
   std::uint32_t of[kNumQuantizeCounts];
 
+  /// All threads of a warp.
   __device__ void add(QuantizeCount which, bool there) {
-    if (there) atomicAdd(&of[which], 1u);
+    const unsigned lanes = __ballot_sync(0xFFFFFFFFu, there);
+    if (lanes != 0 && threadIdx.x % 32 == 0) {
+      atomicAdd(&of[which], static_cast<std::uint32_t>(__popc(lanes)));
+    }
+  }
+};
+
+/// Where a row's place in the cache begins.
+struct CacheRow {
+  std::int64_t page;
+  std::int32_t in_page;
+
+  __device__ std::byte* in(const Side& side, std::int32_t row_bytes) const {
+    return side.pool + page * side.page_bytes + std::int64_t{in_page} * row_bytes;
   }
 };
 
 /// Codes K's and V's rows, which lie behind each other, into their places; a thread a sixteen.
-/// `most`: the bits of their amax.
+/// `bad`: bits of the sides that are not finite.
 template <bool kMx>
-__device__ void code_sides(const HeadParams& p, const Bf16* rows, std::int64_t page,
-                           std::int32_t in_page, const std::uint32_t* most, SharedCounts& counts) {
+__device__ void code_sides(const HeadParams& p, const Bf16* rows, const CacheRow& at,
+                           std::uint32_t bad, SharedCounts& counts) {
   const std::int32_t width = p.kv_heads * p.dim;
   const std::int32_t blocks = width / 16;
-  for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < 2 * blocks;
-       i += static_cast<std::int32_t>(blockDim.x)) {
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / 32 * 32;
+  for (std::int32_t first = warp; first < 2 * blocks; first += kThreads) {
+    const std::int32_t i = first + static_cast<std::int32_t>(threadIdx.x) % 32;
+    const bool there = i < 2 * blocks;
     const std::int32_t which = i < blocks ? 0 : 1;
     const std::int32_t j = i - which * blocks;
     const Side& side = p.sides[which];
-    auto* const to = reinterpret_cast<std::uint8_t*>(side.pool) + page * side.page_bytes +
-                     std::int64_t{in_page} * p.row_bytes;
-    const Sixteen x = load_sixteen(rows + i * 16);
+    const Sixteen x = there ? load_sixteen(rows + i * 16) : Sixteen{};
     std::uint32_t amax = abs_max_bits(x);
-    if constexpr (kMx) amax = max(amax, abs_max_bits(load_sixteen(rows + (i ^ 1) * 16)));
-    const bool finite = most[which] < 0x7F80u;
+    if constexpr (kMx) {
+      if (there) amax = max(amax, abs_max_bits(load_sixteen(rows + (i ^ 1) * 16)));
+    }
+    const bool finite = (bad >> which & 1u) == 0;
     const Nvfp4Row row = kMx ? Nvfp4Row{} : nvfp4_row(side.exponent);
     const std::uint32_t byte = sixteen_byte<kMx>(amax, row, p.above);
-    const uint2 codes = finite ? sixteen_codes<kMx>(x, byte, row) : make_uint2(0, 0);
-    *reinterpret_cast<uint2*>(to + j * 8) = codes;
-    const bool first = !kMx || j % 2 == 0;
-    if (first) {
-      to[width / 2 + (kMx ? j / 2 : j)] = static_cast<std::uint8_t>(finite ? byte : 0);
+    const bool leads = there && (!kMx || j % 2 == 0);  // has its block's scale
+    if (there) {
+      auto* const to = reinterpret_cast<std::uint8_t*>(at.in(side, p.row_bytes));
+      *reinterpret_cast<uint2*>(to + j * 8) =
+          finite ? sixteen_codes<kMx>(x, byte, row) : make_uint2(0, 0);
+      if (leads) to[width / 2 + (kMx ? j / 2 : j)] = static_cast<std::uint8_t>(finite ? byte : 0);
     }
-    if (p.counts == nullptr || !first) continue;
-    counts.add(kNonfiniteRows, j == 0 && !finite);
-    if (!finite) continue;
-    counts.add(kBlocks, true);
-    counts.add(kZeroBlocks, amax == 0);
+    if (p.counts == nullptr) continue;
+    counts.add(kNonfiniteRows, there && j == 0 && !finite);
+    const bool counted = leads && finite;
+    counts.add(kBlocks, counted);
+    counts.add(kZeroBlocks, counted && amax == 0);
     if constexpr (!kMx) {
-      counts.add(kUnderflowBlocks, byte == 0 && amax != 0);
-      counts.add(kSaturatedBlocks, is_saturated(float_of(amax << 16), side.exponent));
+      counts.add(kUnderflowBlocks, counted && byte == 0 && amax != 0);
+      counts.add(kSaturatedBlocks, counted && is_saturated(float_of(amax << 16), side.exponent));
     }
   }
 }
 
-/// A block a row, which it keeps in shared memory.
-template <HeadCodes kCodes>
-__global__ void __launch_bounds__(32 * kMostWarps)
+/// The first block of a row has its keys and values, each of the others sixteen of its queries.
+template <HeadCodes kCodes, int kDim>
+__global__ void __launch_bounds__(kThreads)
     place_heads_kernel(const __grid_constant__ HeadParams p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ std::uint32_t most[2];
+  __shared__ std::uint32_t bad_sides;
   __shared__ SharedCounts counts;
-  auto* const row = reinterpret_cast<Bf16*>(shared);
   const int thread = static_cast<int>(threadIdx.x);
-  const int threads = static_cast<int>(blockDim.x);
-  const std::int32_t width = p.kv_heads * p.dim;
-  const std::int32_t turned = (p.heads + p.kv_heads) * p.dim;
-  const std::int32_t cols = turned + width;
-  const std::int32_t position = p.positions[blockIdx.x];
-  const std::int64_t page =
-      p.table[p.sequence[blockIdx.x] * p.table_stride + position / p.page_tokens];
-  const std::int32_t in_page = position % p.page_tokens;
-  if (thread < 2) most[thread] = 0;
+  const int lane = thread % kHeadLanes;
+  const auto row = static_cast<std::int32_t>(blockIdx.x);
+  const bool has_queries = blockIdx.y != 0;
+  const std::int32_t position = p.positions[row];
+  const CacheRow at = {
+      has_queries ? 0 : p.table[p.sequence[row] * p.table_stride + position / p.page_tokens],
+      position % p.page_tokens};
+  const std::int64_t angle = std::int64_t{position} * (kDim / 2) + lane;
+  const Bf16* const norm = has_queries ? p.q_norm : p.k_norm;
+  HeadLane<kDim> head;
+  head.load_turn(norm == nullptr ? nullptr : norm + lane, p.cos + angle, p.sin + angle);
+  if (thread == 0) bad_sides = 0;
   if (thread < kNumQuantizeCounts) counts.of[thread] = 0;
+  __syncthreads();
 
   cuda::take_turn();
-  Bf16* const x = p.qkv + blockIdx.x * p.stride;
-  for (int i = 8 * thread; i < cols; i += 8 * threads) {
-    *reinterpret_cast<uint4*>(row + i) = *reinterpret_cast<const uint4*>(x + i);
+  Bf16* const x = p.qkv + row * p.stride + lane;
+  int index = thread / kHeadLanes;  // all lanes of a warp go on together
+  if (has_queries) {
+    index += (static_cast<int>(blockIdx.y) - 1) * kBlockHeads;
+    const bool is_head = index < p.heads;
+    head.load(x + index * kDim, is_head);
+    if (norm != nullptr) head.normalize(p.eps);
+    head.turn();
+    if (is_head) head.store(x + index * kDim);
+    if (__any_sync(0xFFFFFFFFu, head.is_bad()) && thread % 32 == 0) atomicMin(p.bad, row);
+    return;
   }
-  __syncthreads();
-  const std::int64_t angle = std::int64_t{position} * (p.dim / 2);
-  for (int head = thread / 32; head < p.heads + p.kv_heads; head += threads / 32) {
-    turn_head(row + head * p.dim, head < p.heads ? p.q_norm : p.k_norm, p.cos + angle,
-              p.sin + angle, p.dim, p.eps);
-  }
-  __syncthreads();
 
-  bool bad = false;
-  for (int i = 8 * thread; i < cols; i += 8 * threads) {
-    const uint4 value = *reinterpret_cast<const uint4*>(row + i);
-    bad |= holds_nonfinite(value.x) || holds_nonfinite(value.y) || holds_nonfinite(value.z) ||
-           holds_nonfinite(value.w);
-    if (i < turned) *reinterpret_cast<uint4*>(x + i) = value;
-  }
-  const Bf16* const kv = row + p.heads * p.dim;
-  if constexpr (kCodes != HeadCodes::kBf16) {
-    for (int i = thread; i < width / 8; i += threads) {
-      atomicMax(&most[i < width / 16 ? 0 : 1], abs_max_bits(load_sixteen(kv + i * 16)));
+  auto* const rows = reinterpret_cast<Bf16*>(shared);  // K's, then V's
+  for (int first = index / 2 * 2; first < 2 * p.kv_heads; first += kBlockHeads) {
+    index = first + thread / kHeadLanes % 2;
+    const bool is_head = index < 2 * p.kv_heads, is_key = index < p.kv_heads;
+    Bf16* const from = x + (p.heads + index) * kDim;
+    HeadLane<kDim> own = head;
+    own.load(from, is_head);
+    if (first < p.kv_heads) {  // a warp whose second head is a value keeps that as it was
+      if (norm != nullptr) own.normalize(p.eps);
+      own.turn();
+      if (is_key) {
+        own.store(from);
+      } else {
+        own.load(from, is_head);
+      }
     }
+    if (is_head) own.store(rows + index * kDim + lane);
+    if (own.is_bad()) atomicOr(&bad_sides, is_key ? 1u : 2u);
   }
-  if (__syncthreads_or(bad) != 0 && thread == 0) {
-    atomicMin(p.bad, static_cast<std::int32_t>(blockIdx.x));
-  }
+  __syncthreads();
+  if (thread == 0 && bad_sides != 0) atomicMin(p.bad, row);
+  const std::int32_t width = p.kv_heads * kDim;
   if constexpr (kCodes == HeadCodes::kBf16) {
-    for (int i = thread; i < 2 * width; i += threads) {
+    for (int i = thread; i < 2 * width; i += kThreads) {
       const int which = i < width ? 0 : 1;
-      std::byte* const to = p.sides[which].pool + page * p.sides[which].page_bytes +
-                            std::int64_t{in_page} * p.row_bytes;
-      reinterpret_cast<Bf16*>(to)[i - which * width] = kv[i];
+      auto* const to = reinterpret_cast<Bf16*>(at.in(p.sides[which], p.row_bytes));
+      to[i - which * width] = rows[i];
     }
     return;
   }
-  code_sides<kCodes == HeadCodes::kMxfp4>(p, kv, page, in_page, most, counts);
+  code_sides<kCodes == HeadCodes::kMxfp4>(p, rows, at, bad_sides, counts);
   if (p.counts == nullptr) return;
   __syncthreads();
   if (thread < kNumQuantizeCounts && counts.of[thread] != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + thread * p.counts_stride),
               static_cast<unsigned long long>(counts.of[thread]));
+  }
+}
+
+using HeadKernel = void (*)(HeadParams);
+
+template <int kDim>
+HeadKernel heads_kernel_for(const Quantizer& rule) {
+  if (!rule.quantizes()) return place_heads_kernel<HeadCodes::kBf16, kDim>;
+  return rule.is_mx() ? place_heads_kernel<HeadCodes::kMxfp4, kDim>
+                      : place_heads_kernel<HeadCodes::kNvfp4, kDim>;
+}
+
+HeadKernel heads_kernel_of(const PlaceHeadsArgs& args) {
+  switch (args.head_dim) {
+    case 32: return heads_kernel_for<32>(args.k.rule);
+    case 64: return heads_kernel_for<64>(args.k.rule);
+    case 96: return heads_kernel_for<96>(args.k.rule);
+    case 128: return heads_kernel_for<128>(args.k.rule);
+    case 256: return heads_kernel_for<256>(args.k.rule);
+    default: return nullptr;
   }
 }
 
@@ -196,6 +289,10 @@ bool codes_fit(const PagedKv& kv, std::int32_t width) {
   if (!sixteens_know(kv.rule) || at % 8 != 0 || width % kv.rule.block != 0) return false;
   return kv.rule.is_mx() || (kv.rule.global == GlobalScale::kStatic &&
                              kv.exponent >= kMinExponent && kv.exponent <= kMaxExponent);
+}
+
+std::int64_t bytes_of_sides(const PlaceHeadsArgs& args) {
+  return 2 * std::int64_t{sizeof(Bf16)} * args.num_kv_heads * args.head_dim;
 }
 
 bool knows_heads(const PlaceHeadsArgs& args) {
@@ -210,9 +307,7 @@ bool knows_heads(const PlaceHeadsArgs& args) {
     return false;
   }
   if (k.rule.quantizes() && !(codes_fit(k, width) && codes_fit(v, width))) return false;
-  const auto at = reinterpret_cast<std::uintptr_t>(args.qkv.data);
-  return at % 16 == 0 && args.qkv.stride[0] % 8 == 0 && width % 16 == 0 && args.head_dim % 8 == 0 &&
-         args.qkv.shape[1] * std::int64_t{sizeof(Bf16)} <= kMostBytes;
+  return heads_kernel_of(args) != nullptr && bytes_of_sides(args) <= kMostBytes;
 }
 
 }  // namespace
@@ -256,14 +351,14 @@ bool place_heads_cuda(const PlaceHeadsArgs& args, Stream stream) {
                           .page_tokens = args.k.page_tokens,
                           .row_bytes = args.k.row_bytes,
                           .eps = args.eps};
-  const auto kernel = !args.k.rule.quantizes() ? place_heads_kernel<HeadCodes::kBf16>
-                      : args.k.rule.is_mx()    ? place_heads_kernel<HeadCodes::kMxfp4>
-                                               : place_heads_kernel<HeadCodes::kNvfp4>;
-  const int warps = std::clamp(args.num_heads + args.num_kv_heads, kFewestWarps, kMostWarps);
-  const auto bytes = static_cast<std::size_t>(args.qkv.shape[1]) * sizeof(Bf16);
+  const HeadKernel kernel = heads_kernel_of(args);
+  const auto bytes = static_cast<std::size_t>(bytes_of_sides(args));
+  const int of_queries = (args.num_heads + kBlockHeads - 1) / kBlockHeads;
   cuda::allow_shared(kernel, bytes, kMostBytes);
-  cuda::launch_beside("place_heads_kernel", kernel, dim3(static_cast<unsigned>(rows)),
-                      dim3(static_cast<unsigned>(32 * warps)), bytes, stream, params);
+  cuda::lay_out_for_shared(kernel);
+  cuda::launch_beside("place_heads_kernel", kernel,
+                      dim3(static_cast<unsigned>(rows), static_cast<unsigned>(1 + of_queries)),
+                      dim3(kThreads), bytes, stream, params);
   return true;
 }
 
