@@ -4,9 +4,8 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "kernels/dense/dispatch.h"
 #include "kernels/dense/elementwise.h"
-#include "kernels/dense/router.h"
+#include "kernels/dense/route.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/halves.h"
 #include "kernels/exact/moe_w4a4.h"
@@ -163,31 +162,25 @@ void ForwardExperts::route(const Pass& pass, Layer layer, const LayerWeights& we
   const auto logits = logits_.view(rows, experts_);
   TensorView<std::int32_t, 2> chosen = capture.route_room(pass, layer);
   if (chosen.empty()) chosen = chosen_.view(rows, slots_);
-  kernels::linear_bf16({.x = x,
-                        .weight = weights.router,
-                        .y = logits,
-                        .split_k = options_.drift.split_k,
-                        .settled = true},
-                       at_->stream);
-  kernels::router({.logits = logits,
-                   .normalize = agreement_.model.normalize_gates,
-                   .experts = chosen,
-                   .gates = gates_.view(rows, slots_)},
-                  at_->stream);
-  capture.routes(pass, layer, chosen);
-
   const auto room = index_.view(1, experts_ + 1 + 2 * items);
   const std::span<std::int32_t> all(room.data, static_cast<std::size_t>(room.shape[1]));
   const auto count = static_cast<std::size_t>(items);
   items_ = {.offsets = all.first(all.size() - 2 * count),
             .row_of = all.subspan(all.size() - 2 * count, count),
             .slot_of = all.last(count)};
-  kernels::dispatch({.experts = chosen,
-                     .num_experts = agreement_.model.num_experts,
-                     .offsets = items_.offsets,
-                     .row_of = items_.row_of,
-                     .slot_of = items_.slot_of},
-                    at_->stream);
+  kernels::route({.x = x,
+                  .weight = weights.router,
+                  .split_k = options_.drift.split_k,
+                  .settled = true,
+                  .normalize = agreement_.model.normalize_gates,
+                  .logits = logits,
+                  .experts = chosen,
+                  .gates = gates_.view(rows, slots_),
+                  .offsets = items_.offsets,
+                  .row_of = items_.row_of,
+                  .slot_of = items_.slot_of},
+                 at_->stream);
+  capture.routes(pass, layer, chosen);
 }
 
 PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer layer, Site site,

@@ -1,0 +1,175 @@
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "device/testing.h"
+#include "kernels/dense/check.h"
+#include "kernels/dense/dispatch.h"
+#include "kernels/dense/route.h"
+#include "kernels/dense/router.h"
+#include "kernels/dense/testing.h"
+
+namespace lockstep::kernels {
+namespace {
+
+class RouteOnDevice : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, RouteOnDevice, testing::ValuesIn(devices()), name_of_device);
+
+struct RouteShape {
+  std::int64_t rows, in, count, slots;
+};
+
+struct RouteResult {
+  std::vector<std::int32_t> experts, offsets, row_of, slot_of;
+  std::vector<float> gates;
+};
+
+/// A product's operands where the op runs.
+struct RouteCase {
+  RouteCase(const RouteShape& shape, Device device)
+      : shape(shape), device(device), weight(device, packed_elements(shape.count, shape.in) * 2) {
+    auto numbers = random_bf16(shape.rows * shape.in, 5, 1.0f);
+    // Of the last row all logits are NaN; of the first all are equal.
+    if (shape.rows > 2) numbers.back() = to_bf16(INFINITY);
+    for (std::int64_t i = 0; i < shape.in; ++i) numbers[static_cast<std::size_t>(i)] = Bf16{};
+    x = to_device(numbers, device);
+    auto rows = random_bf16(shape.count * shape.in, 6, 0.05f);
+    for (std::int64_t i = 1; i <= shape.in && shape.count > 5; ++i) {  // two logits that are equal
+      rows[static_cast<std::size_t>(3 * shape.in - i)] =
+          rows[static_cast<std::size_t>(5 * shape.in - i)];
+    }
+    fill_bytes(weight.as<void>(), device, 0xFF, weight.bytes());
+    pack_rows(rows_of(rows.data(), shape.count, shape.in), 0, matrix());
+    synchronize(device);
+  }
+
+  PackedMatrix matrix() const { return {weight.as<Bf16>(), shape.count, shape.in, device}; }
+  TensorView<const Bf16, 2> rows() const {
+    return rows_of(x.as<const Bf16>(), shape.rows, shape.in, device);
+  }
+
+  RouteResult at_once(bool normalize, bool split_k) const {
+    const std::int64_t items = shape.rows * shape.slots;
+    const Buffer logits(device, shape.rows * shape.count * 4), experts(device, items * 4),
+        gates(device, items * 4), offsets(device, (shape.count + 1) * 4), row_of(device, items * 4),
+        slot_of(device, items * 4);
+    const auto span = [](const Buffer& b) {
+      return std::span(b.as<std::int32_t>(), static_cast<std::size_t>(b.bytes() / 4));
+    };
+    route({.x = rows(),
+           .weight = matrix(),
+           .split_k = split_k,
+           .settled = true,
+           .normalize = normalize,
+           .logits = rows_of(logits.as<float>(), shape.rows, shape.count, device),
+           .experts = rows_of(experts.as<std::int32_t>(), shape.rows, shape.slots, device),
+           .gates = rows_of(gates.as<float>(), shape.rows, shape.slots, device),
+           .offsets = span(offsets),
+           .row_of = span(row_of),
+           .slot_of = span(slot_of)},
+          {});
+    return {to_host<std::int32_t>(experts), to_host<std::int32_t>(offsets),
+            to_host<std::int32_t>(row_of), to_host<std::int32_t>(slot_of), to_host<float>(gates)};
+  }
+
+  /// The product where the op runs, all else on the CPU.
+  RouteResult by_parts(bool normalize, bool split_k) const {
+    const Buffer there(device, shape.rows * shape.count * 4);
+    linear_bf16({.x = rows(),
+                 .weight = matrix(),
+                 .y = rows_of(there.as<float>(), shape.rows, shape.count, device),
+                 .split_k = split_k},
+                {});
+    const auto logits = to_host<float>(there);
+    const auto items = static_cast<std::size_t>(shape.rows * shape.slots);
+    RouteResult result;
+    result.experts.resize(items);
+    result.gates.resize(items);
+    result.row_of.resize(items);
+    result.slot_of.resize(items);
+    result.offsets.resize(static_cast<std::size_t>(shape.count + 1));
+    router({.logits = rows_of(logits.data(), shape.rows, shape.count),
+            .normalize = normalize,
+            .experts = rows_of(result.experts.data(), shape.rows, shape.slots),
+            .gates = rows_of(result.gates.data(), shape.rows, shape.slots)},
+           {});
+    dispatch(
+        {.experts = rows_of<const std::int32_t>(result.experts.data(), shape.rows, shape.slots),
+         .num_experts = static_cast<std::int32_t>(shape.count),
+         .offsets = result.offsets,
+         .row_of = result.row_of,
+         .slot_of = result.slot_of},
+        {});
+    return result;
+  }
+
+  RouteShape shape;
+  Device device;
+  Buffer x, weight;
+};
+
+bool same_gates(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float p, float q) {
+    return std::bit_cast<std::uint32_t>(p) == std::bit_cast<std::uint32_t>(q) ||
+           (std::isnan(p) && std::isnan(q));
+  });
+}
+
+TEST_P(RouteOnDevice, LeavesWhatItsPartsLeave) {
+  for (const RouteShape& shape : {RouteShape{1, 2048, 128, 8},
+                                  {2, 2048, 128, 8},
+                                  {7, 256, 32, 4},
+                                  {8, 2048, 128, 8},
+                                  {9, 256, 6, 6},
+                                  {31, 512, 127, 1},
+                                  {33, 1024, 65, 16},
+                                  {40, 2560, 128, 8},
+                                  {63, 4096, 128, 8},
+                                  {64, 2048, 128, 8},
+                                  {64, 288, 128, 8},    // by its parts: inputs,
+                                  {64, 256, 160, 8},    // experts,
+                                  {33, 256, 32, 17},    // slots
+                                  {65, 256, 32, 4}}) {  // and rows
+    const RouteCase op(shape, GetParam());
+    for (const bool normalize : {true, false}) {
+      for (const bool split_k : {false, true}) {
+        if (split_k && shape.in % 64 != 0) continue;
+        const RouteResult got = op.at_once(normalize, split_k);
+        const RouteResult expected = op.by_parts(normalize, split_k);
+        const auto name = testing::Message() << shape.rows << " rows of " << shape.in << ", "
+                                             << shape.slots << " of " << shape.count;
+        EXPECT_EQ(got.experts, expected.experts) << name;
+        EXPECT_TRUE(same_gates(got.gates, expected.gates)) << name;
+        EXPECT_EQ(got.offsets, expected.offsets) << name;
+        EXPECT_EQ(got.row_of, expected.row_of) << name;
+        EXPECT_EQ(got.slot_of, expected.slot_of) << name;
+      }
+    }
+  }
+}
+
+TEST_P(RouteOnDevice, RefusesWhatDoesNotFit) {
+  std::vector<Bf16> x(64), w(64 * 4);
+  std::vector<float> floats(16);
+  std::vector<std::int32_t> ints(32);
+  RouteArgs args = {.x = rows_of<const Bf16>(x.data(), 2, 32),
+                    .weight = {w.data(), 4, 32, {}},
+                    .logits = rows_of(floats.data(), 2, 4),
+                    .experts = rows_of(ints.data(), 2, 2),
+                    .gates = rows_of(floats.data() + 8, 2, 2),
+                    .offsets = std::span(ints).subspan(4, 4),
+                    .row_of = std::span(ints).subspan(12, 4),
+                    .slot_of = std::span(ints).subspan(16, 4)};
+  EXPECT_THROW(route(args, {}), Error);  // an offset is missing
+  args.offsets = std::span(ints).subspan(4, 5);
+  args.logits = rows_of(floats.data(), 2, 3);
+  EXPECT_THROW(route(args, {}), Error);
+  args.logits = rows_of(floats.data(), 2, 4);
+  args.row_of = args.row_of.first(3);
+  EXPECT_THROW(route(args, {}), Error);
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
