@@ -23,7 +23,7 @@ __device__ inline float warp_sum_of_squares(const Bf16* x, int n) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float sum = 0.0f;
   if (lane < 16) {
-#pragma unroll 8
+#pragma unroll 32
     for (int i = lane; i < n; i += 16) {
       const float v = to_float(x[i]);
       sum = __fadd_rn(sum, __fmul_rn(v, v));
