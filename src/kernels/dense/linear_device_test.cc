@@ -138,12 +138,12 @@ TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
 /// From one tile to many, in each of the shapes that a tile may have.
 TEST_P(LinearOnDevice, RowsOfManyTilesDoNotDependOnEachOther) {
   const std::int64_t rows = on_cuda() ? 1100 : 110, in = 288;
-  for (const std::int64_t out : {40, 500, 1030, 2050, 6000}) {
+  for (const std::int64_t out : {40, 500, 1030, 2050, 3500, 5000, 6000, 8000}) {
     if (!on_cuda() && out > 500) continue;
     const auto x = uneven_bf16(rows * in, 25);
     const Weight w = pack(uneven_bf16(out * in, 26), out, in);
     const auto all = multiply(x, 0, rows, w);
-    for (const std::int64_t count : {1, 20, 64, 65, 129, 300}) {
+    for (const std::int64_t count : {1, 9, 16, 20, 64, 65, 129, 300}) {
       if (count > rows) continue;
       const auto some = multiply(x, 7, count, w);
       const auto from = all.begin() + 7 * out;

@@ -301,9 +301,10 @@ __device__ int rows_owned(int rows, int block) {
   return rows / 8 * 2 + min(max(rows % 8 - 2 * block, 0), 2);
 }
 
-/// A segment of the cluster's only tile. Its sums go to the blocks that add up.
+/// A segment of the cluster's only tile. Its sums go to the blocks that add up, of which this is
+/// one.
 template <typename S>
-__device__ void consume_segment(const Params& a, const Ring& ring, const Tile& tile) {
+__device__ void consume_segment(const Params& a, const Ring& ring, const Tile& tile, float* parts) {
   const int thread = static_cast<int>(threadIdx.x);
   const int segment = static_cast<int>(blockIdx.x) % S::kSplit;
   float d[S::kN / 2];
@@ -320,20 +321,28 @@ __device__ void consume_segment(const Params& a, const Ring& ring, const Tile& t
     const int line = (segment * a.part_rows + part_row_of(row)) * S::kPartStride;
     const std::uint32_t to = wgmma::place_in(
         owner, ring.parts + (line + thread % 4 * 2) * static_cast<int>(sizeof(float)));
+    if (owner == segment) {
+      float* const own = parts + line + thread % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < S::kN / 8; ++j) {
+        *reinterpret_cast<float2*>(own + j * 8) =
+            make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      }
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < S::kN / 8; ++j) {
       send(to + j * 32, d[4 * j + 2 * half], d[4 * j + 2 * half + 1], barrier);
     }
   }
+  asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");  // all that is here is written
 }
 
-/// A block's share of the rows, once all segments of them are here.
+/// A block's share of the rows.
 template <typename S>
-__device__ void add_segments(const Params& a, const Ring& ring, const Tile& tile,
-                             const float* parts) {
+__device__ void add_pairs(const Params& a, const Tile& tile, const float* parts) {
   constexpr int kPairs = S::kN / 2;
   const int block = static_cast<int>(blockIdx.x) % S::kSplit;
-  wgmma::wait_for_cluster(&ring.barriers->received, 0);
   for (int i = static_cast<int>(threadIdx.x); i < rows_owned(tile.rows.count, block) * kPairs;
        i += S::kConsumers) {
     const int row = i / kPairs;
@@ -349,6 +358,55 @@ __device__ void add_segments(const Params& a, const Ring& ring, const Tile& tile
     }
     put_pair(a, tile.rows.first + row / 2 * 8 + 2 * block + row % 2, tile.out + out,
              sum_of(low, a.p.split_k), sum_of(high, a.p.split_k));
+  }
+}
+
+/// The same where y is BF16 and takes fours, whose sums are in the order of segments: without a
+/// branch, for as many rows as a warp may have.
+template <typename S>
+__device__ void add_fours(const Params& a, const Tile& tile, const float* parts) {
+  constexpr int kWarps = S::kConsumers / 32;
+  constexpr int kRowsOfWarp = S::kRows / kSegments / kWarps;
+  const int block = static_cast<int>(blockIdx.x) % S::kSplit;
+  const int rows = rows_owned(tile.rows.count, block);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int out = static_cast<int>(threadIdx.x) % 32 * 4;
+  const int apart = a.part_rows * S::kPartStride;  // segments
+  Bf16* const to = a.p.y_bf16 + tile.out;
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    const int row = warp + r * kWarps;
+    if (row >= rows) return;
+    const float* const from = parts + row * S::kPartStride;
+    Bf16* const line = to + (tile.rows.first + row / 2 * 8 + 2 * block + row % 2) * a.p.y_stride;
+#pragma unroll
+    for (int first = 0; first < S::kN; first += 128) {
+      const int at = first + out;
+      if (at >= S::kN || tile.out + at >= a.p.out) continue;
+      const auto part = [&](int s) {
+        return *reinterpret_cast<const float4*>(from + s * apart + at);
+      };
+      float4 sum = part(0);
+#pragma unroll
+      for (int s = 1; s < kSegments; ++s) {
+        const float4 more = part(s);
+        sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+      }
+      *reinterpret_cast<uint2*>(line + at) =
+          make_uint2(bf16_pair(sum.x, sum.y), bf16_pair(sum.z, sum.w));
+    }
+  }
+}
+
+/// Once all segments of a block's rows are here.
+template <typename S>
+__device__ void add_segments(const Params& a, const Ring& ring, const Tile& tile,
+                             const float* parts) {
+  wgmma::wait_for_cluster(&ring.barriers->received, 0);
+  if (a.fours && a.p.y == nullptr && a.p.to == nullptr && !a.p.split_k) {
+    add_fours<S>(a, tile, parts);
+  } else {
+    add_pairs<S>(a, tile, parts);
   }
 }
 
@@ -383,7 +441,7 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
       wgmma::publish_barriers();
       const int rows = rows_owned(tile.rows.count, static_cast<int>(blockIdx.x) % S::kSplit);
       wgmma::expect(&ring.barriers->received,
-                    rows * kSegments * S::kN * static_cast<int>(sizeof(float)));
+                    rows * (kSegments - 1) * S::kN * static_cast<int>(sizeof(float)));
     } else {
       wgmma::publish_barriers();
     }
@@ -410,8 +468,9 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
     if constexpr (S::kSplit == 1) {
       consume<S>(a, ring);
     } else {
-      consume_segment<S>(a, ring, tile);
-      add_segments<S>(a, ring, tile, reinterpret_cast<float*>(shared + stages + kZeroBytes));
+      auto* const parts = reinterpret_cast<float*>(shared + stages + kZeroBytes);
+      consume_segment<S>(a, ring, tile, parts);
+      add_segments<S>(a, ring, tile, parts);
     }
   }
 #endif
