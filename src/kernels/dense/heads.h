@@ -25,8 +25,9 @@ struct PlaceHeadsArgs {
 };
 
 /// rope() of q and of k, first_nonfinite() of what then is in qkv, write_kv() of k and of v: the
-/// same bits everywhere. On a CUDA device one launch for E2M1 and BF16 caches, which must not come
-/// directly behind one that writes what `rows` and the norms name: it reads those before that ends.
+/// same bits everywhere. On a CUDA device one launch for E2M1 and BF16 caches and heads of 32, 64,
+/// 96, 128 or 256, which must not come directly behind one that writes what `rows` and the norms
+/// name: it reads those before that ends.
 /// Throws Error naming what is wrong.
 void place_heads(const PlaceHeadsArgs& args, Stream stream);
 

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/shared.h"
