@@ -179,6 +179,30 @@ struct SeenKeys {
   __device__ int by(int) const { return keys; }
 };
 
+/// The sums of a split's first half and of its second become one. Their two warps meet at `first`
+/// and `second`, which have what the other warp gives away; each gets its channels of the sums, and
+/// the tops and totals in place of its own. Both wait at one place of the code, as barriers want
+/// it: so no branch by half goes around one, and what half it is is read again behind it.
+template <typename Shape>
+__device__ inline void meet(typename Shape::WarpQueries& queries, int head, const KeptSums& first,
+                            const KeptSums& second,
+                            typename Shape::WarpQueries::template Sums<Shape::kOwn>& own) {
+  constexpr int kOwn = Shape::kOwn;
+  const auto wait = [&] { asm volatile("bar.sync %0, 64;" ::"r"(1 + head) : "memory"); };
+  wait();  // the other has read what lay there
+  if (WarpRole().half == 0) {
+    queries.template keep<kOwn>(second, kOwn);
+  } else {
+    queries.template keep<kOwn>(first, 0);
+  }
+  wait();
+  if (WarpRole().half == 0) {
+    queries.template join<0, kOwn>(first, own);
+  } else {
+    queries.template join<1, kOwn>(second, own);
+  }
+}
+
 /// After the last key of a split.
 template <typename Shape>
 __device__ inline void end_split(const AttentionParams& p, const Walk<SharedWalkState>& walk,
@@ -196,13 +220,7 @@ __device__ inline void end_split(const AttentionParams& p, const Walk<SharedWalk
   };
   queries.finish_totals();
   typename WarpQueries::template Sums<kOwn> own;
-  if (role.half == 0) {
-    queries.template meet<0>(kept(layout.meetings, 0), kept(layout.meetings, 1), 1 + role.head,
-                             own);
-  } else {
-    queries.template meet<1>(kept(layout.meetings, 1), kept(layout.meetings, 0), 1 + role.head,
-                             own);
-  }
+  meet<Shape>(queries, role.head, kept(layout.meetings, 0), kept(layout.meetings, 1), own);
   if (p.sums != nullptr) return queries.store_split(walk.split(), role.half, own);
   const KeptSums totals = kept(layout.totals, role.half);
   queries.template fold_split<kOwn>(walk.split() == 0, totals, own);

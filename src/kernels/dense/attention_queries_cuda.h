@@ -137,18 +137,6 @@ class Queries {
             reinterpret_cast<float2*>(at + kGroups * kCount * 4 * 32 * 4)};
   }
 
-  /// The sums of this split's first half and of its second become one. Two warps, each with a half,
-  /// meet at `here` and `there`, which has what this one gives away; each gets its channels of the
-  /// sums, and the tops and totals in place of its own. `barrier` is the two warps'.
-  template <int kHalf>
-  __device__ void meet(const KeptSums& here, const KeptSums& there, int barrier, Sums<kOwn>& own) {
-    const auto wait = [&] { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); };
-    wait();  // the other has read what lay there
-    keep<kOwn>(there, (1 - kHalf) * kOwn);
-    wait();
-    join<kHalf, kOwn>(here, own);
-  }
-
   /// Steps from.. of the sums.
   template <int kCount>
   __device__ void keep(const KeptSums& to, int from) const {
