@@ -6,14 +6,18 @@
 #   main.cc     the program         x_fuzz.cc   an executable x_fuzz of its own
 # The suffix decides, so CPU and CUDA builds share one rule and there is no list to keep.
 
-# A third of the time to compile a test goes into optimizing it, under sanitizers half, and it is not
-# got back but where the loops stand in the tests themselves.
+# Half of the time to compile a test goes into optimizing it, under sanitizers more, and it is not got
+# back. And gtest takes a second to read: once for all tests.
 function(lockstep_test_options target)
-  set(level -O1)
-  if(LOCKSTEP_SANITIZE AND NOT target MATCHES "^(numerics|kernels)_test$")
-    set(level -O0)
+  if(NOT TARGET gtest_header)
+    file(CONFIGURE OUTPUT gtest_header.cc CONTENT "")
+    add_library(gtest_header OBJECT ${PROJECT_BINARY_DIR}/gtest_header.cc)
+    target_link_libraries(gtest_header PRIVATE GTest::gtest)
+    target_compile_options(gtest_header PRIVATE -Og)
+    target_precompile_headers(gtest_header PRIVATE <gtest/gtest.h>)
   endif()
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${level}>)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Og>)
+  target_precompile_headers(${target} REUSE_FROM gtest_header)
 endfunction()
 
 function(lockstep_folder name)
@@ -30,14 +34,20 @@ function(lockstep_folder name)
     list(FILTER sources EXCLUDE REGEX "_cuda\\.cc$")
   else()
     file(GLOB_RECURSE cuda CONFIGURE_DEPENDS src/${name}/*_cuda.cu)
-    # They read torch whole, and nobody waits for them at a first run.
+    # They read torch whole: as one file of their own, so that nobody waits for it at a first run.
     file(GLOB_RECURSE apart CONFIGURE_DEPENDS src/${name}/*_cuda.cc)
-    set_source_files_properties(${apart} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    if(apart)
+      set_source_files_properties(${sources} PROPERTIES UNITY_GROUP main)
+      set_source_files_properties(${apart} PROPERTIES UNITY_GROUP cuda)
+    endif()
     list(APPEND sources ${cuda})
   endif()
 
   if(sources)
     add_library(${name} STATIC ${sources})
+    if(apart)
+      set_target_properties(${name} PROPERTIES UNITY_BUILD_MODE GROUP)
+    endif()
     target_link_libraries(${name} PUBLIC ${ARGN})
   else()
     add_library(${name} INTERFACE)
@@ -126,7 +136,7 @@ function(lockstep_cuda_bench)
 endfunction()
 
 # What crosses folders: tests/x_test.cc an executable each, tests/x_test.py under pytest,
-# tests/x_test.sh with the build folder as its argument.
+# tests/x_test.sh with the build folder as its argument. They take longest, so they begin first: COST.
 function(lockstep_tests)
   file(GLOB sources CONFIGURE_DEPENDS tests/*_test.cc)
   file(GLOB scripts CONFIGURE_DEPENDS tests/*_test.sh)
@@ -141,7 +151,7 @@ function(lockstep_tests)
     lockstep_test_options(${name})
     # Tests with Nightly in their names are for ./lockstep test --all.
     gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
-                         TEST_FILTER "-*Nightly*" PROPERTIES TIMEOUT 900)
+                         TEST_FILTER "-*Nightly*" PROPERTIES TIMEOUT 900 COST 10)
     file(STRINGS ${source} nightly REGEX "Nightly" LIMIT_COUNT 1)
     if(nightly)
       gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
@@ -153,14 +163,14 @@ function(lockstep_tests)
     get_filename_component(name ${script} NAME_WE)
     add_test(NAME ${name} COMMAND bash ${script} ${PROJECT_BINARY_DIR}
              WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    set_tests_properties(${name} PROPERTIES TIMEOUT 900)
+    set_tests_properties(${name} PROPERTIES TIMEOUT 900 COST 20)
   endforeach()
   foreach(python IN LISTS pythons)
     get_filename_component(name ${python} NAME_WE)
     add_test(NAME py.${name} COMMAND ${LOCKSTEP_TEST_PYTHON} -m pytest -q -p no:cacheprovider ${python}
              WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
     # 5: pytest found no test, that is all of a file's were skipped.
-    set_tests_properties(py.${name} PROPERTIES TIMEOUT 1200 SKIP_RETURN_CODE 5
+    set_tests_properties(py.${name} PROPERTIES TIMEOUT 1200 COST 30 SKIP_RETURN_CODE 5
                          ENVIRONMENT "LOCKSTEP_BUILD=${PROJECT_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
   endforeach()
 endfunction()
