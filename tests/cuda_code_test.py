@@ -23,7 +23,7 @@ COLD = re.compile(r"general_kernel|_bands_kernel|guide_narrow_kernel\w*Li8E")
 # Kernels known to keep a little there, and how many bytes: more is a fault.
 SPILLS = {r"w4a4_kernel": 64, r"write_kv_kernel": 64, r"attention_kernel": 48}
 # By wgmma: for other chips there is nothing of it, and its host side refuses them or has another.
-HOPPER = re.compile(r"grouped_(product|sums)_kernel|\dlinear_kernel")
+HOPPER = re.compile(r"grouped_(product|sums)_kernel|\d(linear|route)_kernel")
 WRITES = re.compile(r"\b(STG|ST\.E|ST |RED|REDG|ATOM|ATOMG|UTMASTG|UTMAREDG|UBLKRED|UBLKCP)\b")
 
 
