@@ -1,12 +1,13 @@
 /// Grouped products by wgmma: a persistent block of threads on every multiprocessor, one warp that
 /// fetches tiles by TMA, two warpgroups that multiply.
 ///
-/// A tile is 256 items of one group by 192 outputs, for what it reads of the L2 is the limit: its
+/// A tile is 256 items of one group by 192 outputs, for what it reads of the L2 costs power: its
 /// items are four blocks of 64, of which a warpgroup has the first and third, or the others. Where
 /// a group ends a block reads on into the next one and does not store what it makes of that; blocks
-/// without items are neither fetched nor multiplied. Every output is one accumulator to which K is
-/// added in ascending steps of 16, so that its bits do not depend on the tile it lies in. Outputs
-/// leave by way of shared memory, copied while the next tile is multiplied.
+/// without items are neither fetched nor multiplied, and where there is much to do two or three
+/// tiles with few items are one work, so that works take alike. Every output is one accumulator to
+/// which K is added in ascending steps of 16, so that its bits do not depend on the tile it lies
+/// in. Outputs leave by way of shared memory, copied while the next tile is multiplied.
 ///
 /// Turned weights, whose outputs lie side by side, come as three boxes of 64 of them: the tensor
 /// cores take operands across K too.
@@ -47,6 +48,7 @@ struct Params {
   std::int32_t steps;    // of K
   std::int32_t columns;  // tiles side by side
   bool bulk;             // rows of y start at multiples of 16 bytes
+  bool gathers;          // tiles with few items
 };
 
 // Each warp says for itself that it is done with a stage: one that lagged two rounds of the stages
@@ -59,53 +61,74 @@ struct Shared {
   alignas(16) float pieces[kConsumerWarps][2][8 * kPieceStride];
   std::uint64_t full[kStages];
   std::uint64_t empty[kStages];
-  std::int32_t tiles[kMostGroups + 1];  // before each group
+  std::int32_t works[kMostGroups + 1];  // before each group
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-struct Tile {
+/// Tiles side by side that one block of threads multiplies one after the other.
+struct Tiles {
   std::int32_t group;
-  std::int32_t row;   // its first item
+  std::int32_t row;   // the first item
   std::int32_t rows;  // items that are the group's
   std::int32_t column;
+  std::int32_t count;
 };
 
-/// Tiles go down a group's items, then to its next outputs, then to the next group.
-__device__ Tile tile_of(const Params& p, const std::int32_t* tiles, int index) {
+/// So many tiles with the `rest` items of a group take about as long as one that is whole.
+__device__ int tiles_of_rest(const Params& p, int rest) {
+  if (!p.gathers) return 1;
+  const int blocks = (rest + kBlock - 1) / kBlock;
+  return blocks == 1 ? 3 : blocks == 2 ? 2 : 1;
+}
+
+/// Works of a group, each a whole tile or a few of what is left of its items.
+__device__ int works_of(const Params& p, int group) {
+  const int count = p.offsets[group + 1] - p.offsets[group];
+  const int rest = count % kRows, run = tiles_of_rest(p, rest);
+  return count / kRows * p.columns + (rest > 0 ? (p.columns + run - 1) / run : 0);
+}
+
+/// Works go down a group's items, then to its next outputs, then to the next group.
+__device__ Tiles work_of(const Params& p, const std::int32_t* works, int index) {
   int low = 0;
   int high = p.groups;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (tiles[middle] <= index) {
+    if (works[middle] <= index) {
       low = middle;
     } else {
       high = middle;
     }
   }
   const std::int32_t begin = p.offsets[low];
-  const std::int32_t count = p.offsets[low + 1] - begin;
-  const std::int32_t down = (count + kRows - 1) / kRows;
-  const std::int32_t at = index - tiles[low];
-  const std::int32_t row = at % down * kRows;
-  return {low, begin + row, min(count - row, kRows), at / down * kCols};
+  const int count = p.offsets[low + 1] - begin;
+  const int whole = count / kRows, rest = count % kRows;
+  // Whole tiles of `run` columns, and then the rest of them.
+  const int run = rest > 0 ? tiles_of_rest(p, rest) : 1;
+  const int round = whole * run + (rest > 0 ? 1 : 0);
+  const int at = index - works[low];
+  const int first = at / round * run, of_round = at % round;
+  const int columns = min(run, p.columns - first);
+  if (of_round < whole * columns) {
+    const int row = of_round % whole * kRows;
+    return {low, begin + row, kRows, (first + of_round / whole) * kCols, 1};
+  }
+  return {low, begin + whole * kRows, rest, first * kCols, columns};
 }
 
-/// Counts the tiles before each group, by the first warp.
-__device__ void count_tiles(const Params& p, std::int32_t* before_group, int lane) {
+/// Counts the works before each group, by the first warp.
+__device__ void count_works(const Params& p, std::int32_t* before_group, int lane) {
   std::int32_t before = 0;
   for (int first = 0; first < p.groups; first += 32) {
     const int group = first + lane;
-    std::int32_t tiles = 0;
-    if (group < p.groups) {
-      tiles = (p.offsets[group + 1] - p.offsets[group] + kRows - 1) / kRows * p.columns;
-    }
-    std::int32_t sum = tiles;
+    const std::int32_t works = group < p.groups ? works_of(p, group) : 0;
+    std::int32_t sum = works;
     for (int d = 1; d < 32; d *= 2) {
       const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
       if (lane >= d) sum += other;
     }
-    if (group < p.groups) before_group[group] = before + sum - tiles;
+    if (group < p.groups) before_group[group] = before + sum - works;
     before += __shfl_sync(0xFFFFFFFFu, sum, 31);
   }
   if (lane == 0) before_group[p.groups] = before;
@@ -114,25 +137,26 @@ __device__ void count_tiles(const Params& p, std::int32_t* before_group, int lan
 template <bool kTurned>
 __device__ void produce(const Params& p, Shared& s, const CUtensorMap& x, const CUtensorMap& w) {
   wgmma::Place at;
-  const int all = s.tiles[p.groups];
+  const int all = s.works[p.groups];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
-    const Tile tile = tile_of(p, s.tiles, index);
+    const Tiles tile = work_of(p, s.works, index);
     const int blocks = (tile.rows + kBlock - 1) / kBlock;
-    for (int step = 0; step < p.steps; ++step) {
+    for (int i = 0; i < tile.count * p.steps; ++i) {
+      const int step = i % p.steps, column = tile.column + i / p.steps * kCols;
       std::uint64_t* const full = &s.full[at.stage];
       wgmma::wait(&s.empty[at.stage], at.parity ^ 1u);
       wgmma::expect(full, blocks * kBoxBytes + kColBytes);
       if constexpr (kTurned) {
         for (int box = 0; box < kCols / 64; ++box) {
-          wgmma::copy_tile(s.w[at.stage] + box * kBoxBytes, &w, tile.column + box * 64,
+          wgmma::copy_tile(s.w[at.stage] + box * kBoxBytes, &w, column + box * 64,
                            tile.group * p.depth + step * kDepth, full);
         }
       } else {
-        wgmma::copy_tile(s.w[at.stage], &w, step * kDepth, tile.group * p.out + tile.column, full);
+        wgmma::copy_tile(s.w[at.stage], &w, step * kDepth, tile.group * p.out + column, full);
       }
-      for (int i = 0; i < blocks; ++i) {
-        wgmma::copy_tile(s.x[at.stage] + i * kBoxBytes, &x, step * kDepth, tile.row + i * kBlock,
-                         full);
+      for (int block = 0; block < blocks; ++block) {
+        wgmma::copy_tile(s.x[at.stage] + block * kBoxBytes, &x, step * kDepth,
+                         tile.row + block * kBlock, full);
       }
       at.advance(kStages);
     }
@@ -182,7 +206,7 @@ __device__ float* row_of(const Params& p, int item) {
 
 /// Rows first_row .. first_row + 63 of a tile, by one warpgroup: lane 4 g + t of warp v holds of
 /// rows 16 v + g and 16 v + g + 8 outputs 8 j + 2 t and the next. Four rows at once to the memory.
-__device__ void store(const Params& p, Shared& s, const Tile& tile, const float (&d)[kCols / 2],
+__device__ void store(const Params& p, Shared& s, const Tiles& tile, const float (&d)[kCols / 2],
                       int first_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -214,7 +238,7 @@ __device__ void store(const Params& p, Shared& s, const Tile& tile, const float 
 }
 
 /// The same where a row of y starts anywhere.
-__device__ void store_singly(const Params& p, const Tile& tile, const float (&d)[kCols / 2],
+__device__ void store_singly(const Params& p, const Tiles& tile, const float (&d)[kCols / 2],
                              int first_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -232,31 +256,39 @@ __device__ void store_singly(const Params& p, const Tile& tile, const float (&d)
   }
 }
 
+/// One tile, the first of `tile`.
+template <bool kTurned>
+__device__ void make_tile(const Params& p, Shared& s, wgmma::Place& at, int consumer,
+                          const Tiles& tile) {
+  float d[2][kCols / 2];
+  const int blocks = (tile.rows - consumer * kBlock + kRows / 2 - 1) / (kRows / 2);
+  if (blocks == 2) {
+    multiply_tile<kTurned, 2>(p, s, at, consumer, d);
+  } else if (tile.rows > consumer * kBlock) {
+    multiply_tile<kTurned, 1>(p, s, at, consumer, d);
+  } else {
+    return multiply_tile<kTurned, 0>(p, s, at, consumer, d);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i >= blocks) break;
+    const int first_row = (consumer + i * kConsumers) * kBlock;
+    if (p.bulk) {
+      store(p, s, tile, d[i], first_row);
+    } else {
+      store_singly(p, tile, d[i], first_row);
+    }
+  }
+}
+
 template <bool kTurned>
 __device__ void consume(const Params& p, Shared& s, int consumer) {
   wgmma::Place at;
-  const int all = s.tiles[p.groups];
+  const int all = s.works[p.groups];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
-    const Tile tile = tile_of(p, s.tiles, index);
-    float d[2][kCols / 2];
-    const int blocks = (tile.rows - consumer * kBlock + kRows / 2 - 1) / (kRows / 2);
-    if (blocks == 2) {
-      multiply_tile<kTurned, 2>(p, s, at, consumer, d);
-    } else if (tile.rows > consumer * kBlock) {
-      multiply_tile<kTurned, 1>(p, s, at, consumer, d);
-    } else {
-      multiply_tile<kTurned, 0>(p, s, at, consumer, d);
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i >= blocks) break;
-      const int first_row = (consumer + i * kConsumers) * kBlock;
-      if (p.bulk) {
-        store(p, s, tile, d[i], first_row);
-      } else {
-        store_singly(p, tile, d[i], first_row);
-      }
+    Tiles tile = work_of(p, s.works, index);
+    for (; tile.count > 0; --tile.count, tile.column += kCols) {
+      make_tile<kTurned>(p, s, at, consumer, tile);
     }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -273,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (warp == 0) count_tiles(p, s.tiles, static_cast<int>(threadIdx.x));
+  if (warp == 0) count_works(p, s.works, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 32) {
     for (int i = 0; i < kStages; ++i) {
       wgmma::init_barrier(&s.full[i], 1);
@@ -318,6 +350,8 @@ void grouped_product_cuda(const GroupedProductArgs& args, Stream stream) {
   p.steps = static_cast<std::int32_t>((k + kDepth - 1) / kDepth);
   p.columns = static_cast<std::int32_t>((out + kCols - 1) / kCols);
   p.bulk = out % 4 == 0 && p.y_stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.y) % 16 == 0;
+  const int multiprocessors = cuda::multiprocessors(args.x.device.index);
+  p.gathers = args.x.shape[0] / kRows * p.columns >= std::int64_t{24} * multiprocessors;
   constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= 232'448);
   const auto kernel = args.turned ? grouped_product_kernel<true> : grouped_product_kernel<false>;
@@ -331,8 +365,7 @@ void grouped_product_cuda(const GroupedProductArgs& args, Stream stream) {
   }();
   cuda::require(raised, "cudaFuncSetAttribute");
   const std::int64_t most = ((args.x.shape[0] + kRows - 1) / kRows + groups) * p.columns;
-  const auto grid = static_cast<unsigned>(
-      std::min<std::int64_t>(most, cuda::multiprocessors(args.x.device.index)));
+  const auto grid = static_cast<unsigned>(std::min<std::int64_t>(most, multiprocessors));
   kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(x, w, p);
   cuda::require_launch("grouped_product_kernel");
 }
