@@ -147,7 +147,7 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
                             .out = args.up},
                            items);
   first.starts_early = args.settled;
-  launch<1>(first, device, stream);
+  launch(first, device, stream);
 
   SwigluParams swiglu{};
   swiglu.up = args.up.data;
@@ -173,7 +173,7 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
                              .out = args.y},
                             items);
   second.starts_early = true;  // W13 has read offsets and slots_of
-  launch<1>(second, device, stream);
+  launch(second, device, stream);
 
   CombineParams combine{};
   combine.y = args.y.data;

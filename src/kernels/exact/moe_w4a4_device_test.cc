@@ -1,4 +1,4 @@
-/// The experts in two launches against the ops of a CPU one after another, byte for byte.
+/// The experts in four launches against the ops of a CPU one after another, byte for byte.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -153,7 +153,8 @@ TEST_P(MoeW4a4, EqualsTheOpsOneAfterAnother) {
   for (const Shape& shape :
        {Shape{1, 2, 4, 64, 32}, Shape{3, 2, 5, 128, 48}, Shape{1, 8, 16, 256, 96},
         Shape{9, 4, 8, 160, 80}, Shape{40, 8, 40, 128, 64}, Shape{2, 4, 6, 2048, 768},
-        Shape{70, 2, 3, 64, 1056}, Shape{96, 8, 48, 2048, 64}}) {
+        Shape{70, 2, 3, 64, 1056}, Shape{96, 8, 48, 2048, 64}, Shape{21, 1, 1, 512, 256},
+        Shape{1, 1, 3, 256, 16}, Shape{30, 8, 24, 1024, 256}}) {
     const Layer layer = random_layer(shape, seed += 1000);
     const Result want = run(layer, Device{}, 1);
     EXPECT_GT(std::count_if(want.codes.begin(), want.codes.end(), [](int c) { return c != 0; }), 0);

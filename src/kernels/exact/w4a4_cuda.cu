@@ -52,11 +52,7 @@ __global__ void w4a4_fill_kernel(const __grid_constant__ FillParams p) {
 
 void w4a4_cuda(const W4a4Args& args, std::int64_t items, Stream stream) {
   const cuda::OnDevice scope(args.w.device.index);
-  const Params params = params_of(args, items);
-  if (args.residual.codes.empty()) {
-    return launch<1>(params, args.w.device.index, stream);
-  }
-  launch<2>(params, args.w.device.index, stream);
+  launch(params_of(args, items), args.w.device.index, stream);
 }
 
 void w4a4_fill_cuda(const W4a4Weights& weights, std::int32_t expert, std::int32_t first_row,

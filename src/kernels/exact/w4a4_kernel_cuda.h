@@ -4,44 +4,25 @@
 /// begins and ends anywhere between steps of 256 columns, and have the next step on its way to
 /// registers at all times. Whoever has a tile's first step owns the tile; what others have of it
 /// comes by shared memory, behind the one barrier of a run.
-///
-/// In a chunk of 64 columns a lane ends up with the dots of one block alone: the activations of
-/// block i stand in columns 2 i and 2 i + 1 of the tensor core's operand and zeros elsewhere, so
-/// that two products into one accumulator give each lane its own block, and it needs the scales of
-/// that block only.
 #pragma once
 
-#include "kernels/exact/w4a4_work_cuda.h"
+#include "kernels/exact/w4a4_chunk_cuda.h"
 
 namespace lockstep::kernels::w4a4_device {
 
 /// Chunks of a step: fewer where sums and two parts need the registers.
 constexpr int step_of(int parts) { return parts == 1 ? 4 : 2; }
 
-/// What the loop keeps in registers. They come from shared memory, from places that differ between
-/// lanes: constants that the compiler knows, and what is one for a warp, it would move anew to a
-/// register before every use.
-struct Constants {
-  std::uint32_t raised;
-  std::uint32_t lowered;
-  std::uint32_t mine[kBlocksInChunk];  // 1 for the block whose activations the lane brings
-  std::uint32_t a_at;                  // where these begin in Shared::a[part][pair of items]
-};
-
 inline constexpr int kCarried = 2;  // tiles of a long row that are worked on at once
 
 template <int kParts>
-struct Shared {
-  alignas(16) std::uint8_t a[kParts][kItems][kRowBytes];  // signed bytes of each item
-  // Of a block of 16 columns and two items: what the product starts with, -64 times the sum of
-  // each item's codes, and the scales.
-  alignas(16) int4 start[kParts][kItems / 2][kSegmentBlocks];
-  alignas(8) int2 scale[kParts][kItems / 2][kSegmentBlocks];
+struct Shared : Operand<kParts> {
   std::int64_t given[kWarps][kItems / 2][32];      // a warp's sums of a tile that another one owns
   std::int64_t carried[kCarried][kItems / 2][32];  // from one segment to the next
   Place found[2];
   uint2 tables[kBlocksInChunk];
   std::uint32_t mine[kBlocksInChunk][kBlocksInChunk];
+  std::uint32_t mine_of_two[2][2];
   std::int32_t exponent[kItems];
   std::int32_t to[kItems];
 };
@@ -99,7 +80,7 @@ __device__ inline RawBlocks<kParts> read_blocks(const Params& p, const Rows& row
   return raw;
 }
 
-/// Unpacks a segment of the unit's items, rows that it lacks as zeros up to an even count. A thread
+/// Unpacks a segment of the unit's items, rows that it lacks as zeros. A thread
 /// takes the same block of each of its rows, and asks for all of them before it needs one.
 template <int kParts>
 __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, const Rows& rows,
@@ -116,7 +97,7 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, con
 #pragma unroll
   for (int j = 0; j < kRowsEach; ++j) {
     const int row = first_row + 2 * j;
-    if (row >= (unit.count() + 1) / 2 * 2) break;
+    if (row >= rows_taken(unit.count())) break;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint2 code = raw.codes[j][part];
@@ -130,65 +111,8 @@ __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, con
       auto* start = reinterpret_cast<std::int32_t*>(&s.start[part][row / 2][block]);
       start[row % 2] = -64 * sum;
       start[2 + row % 2] = -64 * sum;
-      reinterpret_cast<std::int32_t*>(&s.scale[part][row / 2][block])[row % 2] =
+      reinterpret_cast<std::int32_t*>(&s.scale[part][row / 4][block][row / 2 % 2])[row % 2] =
           p.part[part].factor * scale_units(raw.scales[j][part] << 20);
-    }
-  }
-}
-
-/// One chunk of a tile times the items. unpacked() is called as soon as codes and scales have been
-/// read.
-template <int kParts, int kPairs, typename Then>
-__device__ inline void multiply_chunk(std::int64_t (&acc)[kPairs][4], const Shared<kParts>& s,
-                                      const uint4& codes, std::uint32_t scales, int at,
-                                      const Constants& c, const Then& unpacked) {
-  const unsigned t = threadIdx.x % 4;
-  const std::int32_t low_scale = scale_units(scales << 20);
-  const std::int32_t high_scale = scale_units(scales << 12);
-  std::uint32_t w[kBlocksInChunk][2];
-  const std::uint32_t words[kBlocksInChunk] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-  for (int i = 0; i < kBlocksInChunk; ++i) {
-    const std::uint32_t flipped = words[i] ^ 0x88888888u;
-    w[i][0] = raised_codes(c.raised, c.lowered, words[i], flipped);
-    w[i][1] = raised_codes(c.raised, c.lowered, words[i] >> 16, flipped >> 16);
-  }
-  // All products before any of their sums is wanted: each takes a while.
-  unpacked();
-  constexpr int kTogether = kPairs > 3 ? kPairs / 2 : kPairs;  // what registers there are for
-#pragma unroll
-  for (int first = 0; first < kPairs; first += kTogether) {
-    std::int32_t d[kParts][kPairs][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-        for (int pair = first; pair < first + kTogether; ++pair) {
-          const std::uint32_t a =
-              *reinterpret_cast<const std::uint32_t*>(s.a[part][2 * pair] + c.a_at + at * kChunk);
-          auto& sum = d[part][pair];
-          if (half == 0) {
-            multiply_blocks(sum, w[0], w[1], a * c.mine[0], a * c.mine[1],
-                            s.start[part][pair][at * kBlocksInChunk + t]);
-          } else {
-            multiply_blocks(sum, w[2], w[3], a * c.mine[2], a * c.mine[3],
-                            int4{sum[0], sum[1], sum[2], sum[3]});
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int pair = first; pair < first + kTogether; ++pair) {
-        const auto& sum = d[part][pair];
-        const int2 scale = s.scale[part][pair][at * kBlocksInChunk + t];
-        acc[pair][0] += std::int64_t{sum[0] * low_scale} * scale.x;
-        acc[pair][1] += std::int64_t{sum[1] * low_scale} * scale.y;
-        acc[pair][2] += std::int64_t{sum[2] * high_scale} * scale.x;
-        acc[pair][3] += std::int64_t{sum[3] * high_scale} * scale.y;
-      }
     }
   }
 }
@@ -232,22 +156,33 @@ struct Stretch {
   std::int32_t skip;        // bytes between a tile's segment and the next tile's
   std::int32_t left;        // steps, from the next one on
 
-  /// Chunk `i` of the next step goes to `step`, if there is one. One predicate for both loads, and
-  /// no branch.
-  template <int kStep>
+  /// Chunk `i` of the next step goes to `step`, with the scales that four items want or two.
+  /// kWhole: where there is none some other does, which nobody uses; a predicate would cost a move
+  /// of every address.
+  template <bool kWhole, bool kFour, int kStep>
   __device__ void load(Step<kStep>& step, int i) const {
-    asm volatile(
-        "{ .reg .pred p; setp.gt.s32 p, %7, %8;\n\t"
-        "@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%5];\n\t"
-        "@p ld.global.L1::no_allocate.u16 %4, [%6]; }"
-        : "+r"(step.codes[i].x), "+r"(step.codes[i].y), "+r"(step.codes[i].z),
-          "+r"(step.codes[i].w), "+r"(step.scales[i])
-        : "l"(codes + i * kChunkBytes), "l"(scales + i * kChunkBytes), "r"(ready), "r"(i)
-        : "memory");
+    if (kWhole || i < ready) {
+      uint4& to = step.codes[i];
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                   : "l"(codes + i * kChunkBytes)
+                   : "memory");
+      if constexpr (kFour) {
+        asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];"
+                     : "=r"(step.scales[i])
+                     : "l"(scales + i * kChunkBytes)
+                     : "memory");
+      } else {
+        asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];"
+                     : "=r"(step.scales[i])
+                     : "l"(scales + i * kChunkBytes)
+                     : "memory");
+      }
+    }
     __syncwarp();  // what follows does not overtake it
   }
 
-  template <int kStep>
+  template <bool kWhole, int kStep>
   __device__ void advance() {
     --left;
     ready -= kStep;
@@ -256,7 +191,10 @@ struct Stretch {
       by += ready * kChunkBytes + skip;
       ready = chunks;
     }
-    if (left <= 0) ready = 0;
+    if (left <= 0) {
+      ready = 0;
+      if (kWhole) by = 0;  // the last step once more
+    }
     codes += by;
     scales += by;
   }
@@ -265,34 +203,34 @@ struct Stretch {
 template <int kStep>
 __device__ inline Stretch stretch_of(const Params& p, const Unit& unit, const Run& run,
                                      const Share& share, int lane) {
-  const int tile = share.first / share.steps;
-  const int at = share.first % share.steps * kStep;
   Stretch s{};
+  s.left = share.end - share.first;
+  const int first = s.left > 0 ? share.first : 0;  // of an empty one, where something can be read
+  const int tile = first / share.steps;
+  const int at = first % share.steps * kStep;
   s.chunks = min(kSegmentChunks, p.chunks - run.segment * kSegmentChunks);
   s.skip = p.tile_bytes - s.chunks * kChunkBytes;
-  s.left = share.end - share.first;
   s.ready = s.left > 0 ? s.chunks - at : 0;
   const std::byte* chunk = p.weights + unit.expert * p.expert_bytes + W4a4Weights::kHeaderBytes +
                            std::int64_t{run.first + tile} * p.tile_bytes +
                            (run.segment * kSegmentChunks + at) * kChunkBytes;
   s.codes = chunk + lane * 16;
-  s.scales = chunk + kChunkCodeBytes + lane * 2;
+  s.scales = chunk + kChunkCodeBytes + (unit.count() > 2 ? lane / 2 * 4 : lane * 2);
   return s;
 }
 
 /// A sum of a tile, over all its columns of the run, goes to the next segment or becomes an output.
-/// Lane 4 g + t has item 2 pair + t % 2 of output g + 8 (t / 2).
+/// Lane 4 g + t has item `row` of output g + 8 (t / 2), value `index` of its.
 template <int kParts>
 __device__ inline void finish_sum(const Params& p, Shared<kParts>& s, const Run& run, int tile,
-                                  int pair, int lane, int count, std::int64_t sum) {
+                                  int index, int row, int lane, int count, std::int64_t sum) {
   if (run.segments > 1) {
-    if (run.segment > 0) sum += s.carried[tile][pair][lane];
+    if (run.segment > 0) sum += s.carried[tile][index][lane];
     if (run.segment < run.segments - 1) {
-      s.carried[tile][pair][lane] = sum;
+      s.carried[tile][index][lane] = sum;
       return;
     }
   }
-  const int row = 2 * pair + lane % 2;
   const int column = (run.first + tile) * 16 + lane / 4 + lane % 4 / 2 * 8;
   if (row < count && column < p.out_rows) {
     p.out[s.to[row] * p.out_stride + column] = scaled_sum(sum, s.exponent[row]);
@@ -300,55 +238,59 @@ __device__ inline void finish_sum(const Params& p, Shared<kParts>& s, const Run&
 }
 
 /// The sums of a piece of a tile go where they are wanted; `acc` begins anew.
-template <int kParts, int kPairs>
+template <int kParts, int kFours>
 __device__ inline void finish_piece(const Params& p, Shared<kParts>& s, const Run& run,
-                                    std::int64_t (&acc)[kPairs][4], int tile, bool owns,
+                                    std::int64_t (&acc)[sums_of(kFours)][4], int tile, bool owns,
                                     int count) {
   const int thread = thread_here();
+  const int lane = thread % 32;
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) {
-    const std::int64_t sum = sum_over_quad(acc[pair], thread % 4);
-    for (int j = 0; j < 4; ++j) acc[pair][j] = 0;
+  for (int i = 0; i < values_of(kFours); ++i) {
+    const std::int64_t sum = value_of<kFours>(acc, i, lane % 4);
     if (owns) {
-      finish_sum(p, s, run, tile, pair, thread % 32, count, sum);
+      finish_sum(p, s, run, tile, i, row_of<kFours>(i, lane), lane, count, sum);
     } else {
-      s.given[thread / 32][pair][thread % 32] = sum;
+      s.given[thread / 32][i][lane] = sum;
     }
+  }
+#pragma unroll
+  for (auto& sums : acc) {
+    for (std::int64_t& sum : sums) sum = 0;
   }
 }
 
 /// The run's first step is in `step`, or on its way there.
-template <int kParts, int kPairs>
+template <int kParts, bool kWhole, int kFours>
 __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Run& run,
                                     const Share& share, Stretch& stretch,
-                                    Step<step_of(kParts)>& step, int count,
-                                    const Constants& constants) {
+                                    Step<step_of(kParts)>& step, int count) {
   constexpr int kStep = step_of(kParts);
-  std::int64_t acc[kPairs][4] = {};
+  const Constants constants = constants_of<kFours>(s, thread_here() % 32);
+  std::int64_t acc[sums_of(kFours)][4] = {};
   int tile = share.first / share.steps;
   int at = share.first % share.steps;
   bool owns = at == 0;
 #pragma unroll 1
   for (int left = share.end - share.first; left > 0; --left) {
+    const Operand<kParts>& operand = s.from(at * kStep);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
-      // A branch also keeps the chunks, and what they hold in registers, apart.
-      if (at * kStep + i < stretch.chunks) {
-        multiply_chunk<kParts, kPairs>(acc, s, step.codes[i], step.scales[i], at * kStep + i,
-                                       constants, [&] { stretch.load(step, i); });
+      if (kWhole || at * kStep + i < stretch.chunks) {
+        multiply_chunk<kParts, kFours>(acc, operand, step.codes[i], step.scales[i], i, constants,
+                                       [&] { stretch.load<kWhole, (kFours > 0)>(step, i); });
       } else {
-        stretch.load(step, i);
+        stretch.load<kWhole, (kFours > 0)>(step, i);
       }
     }
-    stretch.advance<kStep>();
+    stretch.advance<kWhole, kStep>();
     if (++at < share.steps) continue;
-    finish_piece<kParts, kPairs>(p, s, run, acc, tile, owns, count);
+    finish_piece<kParts, kFours>(p, s, run, acc, tile, owns, count);
     ++tile;
     at = 0;
     owns = true;
   }
   const bool is_part = at > 0 && share.end > share.first;
-  if (is_part && !owns) finish_piece<kParts, kPairs>(p, s, run, acc, tile, false, count);
+  if (is_part && !owns) finish_piece<kParts, kFours>(p, s, run, acc, tile, false, count);
   __syncthreads();
   if (!is_part || !owns) return;
   // Others have the steps from `at` on.
@@ -357,22 +299,22 @@ __device__ inline void multiply_run(const Params& p, Shared<kParts>& s, const Ru
 #pragma unroll 1
   while (share_of_warp<kStep>(p, run, end++).end < (tile + 1) * share.steps) {
   }
+  const int lane = thread % 32;
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) {
-    std::int64_t sum = sum_over_quad(acc[pair], thread % 4);
+  for (int i = 0; i < values_of(kFours); ++i) {
+    std::int64_t sum = value_of<kFours>(acc, i, lane % 4);
 #pragma unroll 1
-    for (int i = thread / 32 + 1; i < end; ++i) {
-      const Share other = share_of_warp<kStep>(p, run, i);
-      if (other.first < other.end) sum += s.given[i][pair][thread % 32];
+    for (int warp = thread / 32 + 1; warp < end; ++warp) {
+      const Share other = share_of_warp<kStep>(p, run, warp);
+      if (other.first < other.end) sum += s.given[warp][i][lane];
     }
-    finish_sum(p, s, run, tile, pair, thread % 32, count, sum);
+    finish_sum(p, s, run, tile, i, row_of<kFours>(i, lane), lane, count, sum);
   }
 }
 
 /// What is left of the work in its unit: of a long row, two tiles and one segment at a time.
-template <int kParts>
-__device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, bool beginning,
-                         const Constants& constants) {
+template <int kParts, bool kWhole>
+__device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, bool beginning) {
   constexpr int kStep = step_of(kParts);
   const int thread = static_cast<int>(threadIdx.x);
   const Unit& unit = work.unit;
@@ -387,8 +329,15 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
       const Rows rows = rows_of(p, unit);
       Stretch stretch = stretch_of<kStep>(p, unit, run, share, thread % 32);
       Step<kStep> step{};
-      for (int i = 0; i < kStep; ++i) stretch.load(step, i);
-      stretch.advance<kStep>();
+      const int count = unit.count();
+      for (int i = 0; i < kStep; ++i) {
+        if (count > 2) {
+          stretch.load<kWhole, true>(step, i);
+        } else {
+          stretch.load<kWhole, false>(step, i);
+        }
+      }
+      stretch.advance<kWhole, kStep>();
       if (p.starts_early) cuda::wait_for_predecessor();
       if (!beginning) __syncthreads();
       beginning = false;
@@ -405,18 +354,18 @@ __device__ void run_unit(const Params& p, Shared<kParts>& s, const Work& work, b
       }
       unpack(p, s, unit, rows, segment);
       __syncthreads();
-      const int count = unit.count();
-      switch ((count + 1) / 2) {
-        case 1: multiply_run<kParts, 1>(p, s, run, share, stretch, step, count, constants); break;
-        case 2: multiply_run<kParts, 2>(p, s, run, share, stretch, step, count, constants); break;
-        case 3: multiply_run<kParts, 3>(p, s, run, share, stretch, step, count, constants); break;
-        default: multiply_run<kParts, 4>(p, s, run, share, stretch, step, count, constants); break;
+      if (count <= 2) {
+        multiply_run<kParts, kWhole, 0>(p, s, run, share, stretch, step, count);
+      } else if (count <= 4) {
+        multiply_run<kParts, kWhole, 1>(p, s, run, share, stretch, step, count);
+      } else {
+        multiply_run<kParts, kWhole, 2>(p, s, run, share, stretch, step, count);
       }
     }
   }
 }
 
-template <int kParts>
+template <int kParts, bool kWhole>
 __global__ void __launch_bounds__(kThreads, kResidents)
     w4a4_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) std::uint8_t shared_bytes[];
@@ -431,24 +380,16 @@ __global__ void __launch_bounds__(kThreads, kResidents)
     if (i < kBlocksInChunk) s.tables[i] = {kRaisedLow, kLoweredLow};
     if (i < kBlocksInChunk * kBlocksInChunk) {
       s.mine[i / kBlocksInChunk][i % kBlocksInChunk] =
-          i / kBlocksInChunk == i % kBlocksInChunk ? 1u : 0u;
+          i / kBlocksInChunk == i % kBlocksInChunk ? ~0u : 0u;
     }
+    if (i < 4) s.mine_of_two[i / 2][i % 2] = i / 2 == i % 2 ? ~0u : 0u;
   }
   __syncthreads();
   Work work = work_between(p, s.found[0], s.found[1]);
   if (work.left == 0) return;
-  Constants constants{};
-  constants.a_at =
-      threadIdx.x / 4 % 2 * kRowBytes + threadIdx.x % 32 / 8 * 16 + threadIdx.x % 4 * 4;
-  constants.raised = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].x);
-  constants.lowered = *const_cast<volatile unsigned*>(&s.tables[thread % 32 / 8].y);
-#pragma unroll
-  for (int i = 0; i < kBlocksInChunk; ++i) {
-    constants.mine[i] = *const_cast<volatile std::uint32_t*>(&s.mine[thread % 32 / 8][i]);
-  }
   bool beginning = true;
   while (true) {
-    run_unit<kParts>(p, s, work, beginning, constants);
+    run_unit<kParts, kWhole>(p, s, work, beginning);
     const int done = p.groups - work.group;
     if (work.left <= done) return;
     work.advance(p, done);
@@ -464,8 +405,8 @@ inline Part part_of(const PackedView<const std::uint8_t>& packed, std::int32_t f
 inline Params params_of(const W4a4Args& args, std::int64_t items) {
   const bool has_residual = !args.residual.codes.empty();
   Params p = params_of_work(1, args.w, args.offsets, args.from, args.to, args.out, items);
-  // As seen; of 128 registers four pairs leave too few.
-  constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 12, 16};
+  // As instructions are.
+  constexpr std::int32_t kGroupCost[kItems / 2] = {8, 10, 15, 15};
   std::copy_n(kGroupCost, kItems / 2, p.group_cost);
   // Seen: as long as 72 chunks of a pair; more where a block has so little that it best has one.
   constexpr std::int64_t kFewItems = 16;
@@ -487,10 +428,18 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
   return p;
 }
 
+/// kWhole: all segments of a row are whole steps.
 template <int kParts>
-void launch(const Params& params, std::int8_t device, Stream stream) {
-  launch_over<Params>("w4a4_kernel", w4a4_kernel<kParts>, static_cast<int>(sizeof(Shared<kParts>)),
-                      kResidents, params, device, stream, params);
+void launch_of(const Params& params, std::int8_t device, Stream stream) {
+  const bool whole = params.chunks % step_of(kParts) == 0;
+  launch_over<Params>("w4a4_kernel", whole ? w4a4_kernel<kParts, true> : w4a4_kernel<kParts, false>,
+                      static_cast<int>(sizeof(Shared<kParts>)), kResidents, params, device, stream,
+                      params);
+}
+
+inline void launch(const Params& params, std::int8_t device, Stream stream) {
+  if (params.part[1].codes != nullptr) return launch_of<2>(params, device, stream);
+  launch_of<1>(params, device, stream);
 }
 
 }  // namespace lockstep::kernels::w4a4_device
