@@ -110,7 +110,15 @@ def test_damaged_metrics(run):
     path = run / "metrics.jsonl"
     whole = path.read_text()
     first, second = whole.splitlines(keepends=True)
-    for damaged, line in [("", 1), (first, 2), (first + second[:40], 2), (first + second[:-1], 2),
+    for short, steps in [("", 0), (first, 1)]:
+        path.write_text(short)
+        refused(call(command(run)), 1, f"metrics.jsonl has the metrics of {steps} steps", "another name")
+        assert path.read_text() == short
+    path.unlink()
+    path.mkdir()
+    refused(call(command(run)), 1, "metrics.jsonl is a folder")
+    path.rmdir()
+    for damaged, line in [(first + second[:40], 2), (first + second[:-1], 2),
                           ("{" + first + second, 1), (second + first, 1), (first[:20] + "\n", 1)]:
         path.write_text(damaged)
         refused(call(command(run)), 1, f"metrics.jsonl:{line} ", "another name")

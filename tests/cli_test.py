@@ -310,7 +310,8 @@ def test_links_that_lead_in_circles(tmp_path, model):
 
 
 def test_more_than_the_machine_has(tmp_path):
-    refused(train(tmp_path, "rollout.cache=9007199254740991"), 1, "rollout.cache", "lower it")
+    for key in ("rollout.cache", "rollout.swap", "store.ram"):
+        refused(train(tmp_path, f"{key}=9007199254740991"), 1, key, "lower it")
     refused(lockstep("eval", MODEL, "--samples", 2000000000), 2, "--samples", "16382")
     assert not (tmp_path / "run").exists()
 

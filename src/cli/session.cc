@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "base/timer.h"
 #include "cli/log.h"
+#include "cli/machine.h"
 #include "cli/verbs.h"
 #include "device/memory.h"
 #include "model/config_json.h"
@@ -239,6 +240,21 @@ void require_room(const std::filesystem::path& folder, std::int64_t bytes, const
   throw Error(cat({folder.string(), " has room for ",
                    recipe::bytes_text(static_cast<std::int64_t>(space.available)), ", ", what, " ",
                    recipe::bytes_text(bytes), "; free some, ", remedy}));
+}
+
+void require_memory(const recipe::Budget& budget, Device device) {
+  const std::int64_t total = memory().total;
+  const auto require = [total](const std::string& what, std::int64_t bytes, const char* key) {
+    if (total == 0 || bytes <= total) return;  // 0: the machine does not say
+    throw Error(cat({what, recipe::bytes_text(bytes), ", and this machine has ",
+                     recipe::bytes_text(total), " of memory; lower ", key}));
+  };
+  if (device.kind == Device::Kind::kCpu) {
+    require("rollout.cache is ", budget.cache, "it");
+    require("weights, KV cache and trainer take ", budget.host(), "rollout.cache");
+  }
+  require("rollout.swap is ", budget.swap, "it");
+  require("store.ram is ", budget.records, "it");
 }
 
 std::filesystem::path run_folder(const std::string& name) {

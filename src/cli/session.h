@@ -78,6 +78,10 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
 void require_room(const std::filesystem::path& folder, std::int64_t bytes, const char* what,
                   const char* remedy);
 
+/// Refuses what the machine's memory can never hold, before anything begins: all that the CPU has
+/// at once, swapped pages, records. Throws Error naming the key, its bytes and the machine's.
+void require_memory(const recipe::Budget& budget, Device device);
+
 /// A name below runs/ of the checkout, or a path where it has a slash.
 std::filesystem::path run_folder(const std::string& name);
 

@@ -94,6 +94,7 @@ class Training {
     }
     budget_ = recipe::budget(recipe_, arm, policy_.config);
     device_ = ready_device();
+    require_memory(budget_, device_);
     require_room(run_dir_.folder(), budget_.checkpoints, "the checkpoints take",
                  "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);

@@ -254,7 +254,9 @@ void Weights::put_all(std::span<const Weight> weights) {
 
 std::optional<CodesPlace> Weights::place(const WeightId& id) {
   const std::size_t index = index_to_put(id);
-  if (!there_ || !of_expert(id.role) || format(id.layer) != ExpertFormat::kW4a4) return {};
+  const bool exact =
+      format(id.layer) == ExpertFormat::kW4a4 && contract_.weight.global_is_power_of_two;
+  if (!there_ || !of_expert(id.role) || !exact) return {};
   seen_[index] = 1;
   return there_->place(index, probes(id));
 }

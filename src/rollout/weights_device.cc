@@ -513,6 +513,7 @@ std::vector<std::uint32_t> DeviceWeights::commit() {
   const auto bad = read<std::int32_t>(bad_);
   const auto errors = read<double>(errors_);
   const auto counts = read<std::int64_t>(counts_);
+  placed_probes_.clear();  // their samples have been read: a rollout needs the room
   for (std::size_t i = 0; i < bad.size(); ++i) {
     const std::int64_t rows = weight_shape(at_.model, at_.order[i].role)[0];
     if (bad[i] >= rows) continue;

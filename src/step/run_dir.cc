@@ -43,6 +43,10 @@ void sync_one(const fs::path& path) {
 }
 
 std::string read_all(const fs::path& path) {
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored)) {
+    throw Error(cat({path.string(), " is a folder; put the run's file back in its place"}));
+  }
   std::ifstream in(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(in), {}};
 }
@@ -80,6 +84,12 @@ std::vector<std::int64_t> saved_steps(const fs::path& folder) {
 std::size_t length_of(const std::string& lines, std::int64_t step, const fs::path& path) {
   std::size_t at = 0;
   for (std::int64_t n = 1; n <= step; ++n) {
+    if (at == lines.size()) {
+      throw Error(cat({path.string(), " has the metrics of ", n - 1,
+                       " steps, and the newest checkpoint is of step ", step,
+                       "; put that file back, delete checkpoints/step_", step,
+                       ", or give the run another name"}));
+    }
     const std::size_t end = lines.find('\n', at);
     const auto line = end == std::string::npos ? std::string_view()
                                                : std::string_view(lines).substr(at, end - at);
