@@ -150,7 +150,7 @@ void ForwardExperts::one_op(const Pass& pass, Layer layer, const LayerWeights& w
                      .y = down_.view(items, d_),
                      .out = out,
                      .bad = bad,
-                     .settled = true},  // by quantize(), which waited for dispatch()
+                     .settled = true},  // by quantize(), which waited for route()
                     at_->stream);
   capture.activations(pass, layer, Site::kW2In, {}, w2_in);
 }

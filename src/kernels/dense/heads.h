@@ -25,10 +25,10 @@ struct PlaceHeadsArgs {
 };
 
 /// rope() of q and of k, first_nonfinite() of what then is in qkv, write_kv() of k and of v: the
-/// same bits everywhere. On a CUDA device one launch for E2M1 and BF16 caches and heads of 32, 64,
-/// 96, 128 or 256, which must not come directly behind one that writes what `rows` and the norms
-/// name: it reads those before that ends.
-/// Throws Error naming what is wrong.
+/// same bits everywhere. On a CUDA device one launch for E2M1 and BF16 caches of one rule for K and
+/// V, whose rows together take up to 48 KiB as BF16, and heads of 32, 64, 96, 128 or 256, which
+/// must not come directly behind one that writes what `rows` and the norms name: it reads those
+/// before that ends. Throws Error naming what is wrong.
 void place_heads(const PlaceHeadsArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -76,20 +76,9 @@ struct HeadLane {
 
   /// All lanes of the warp.
   __device__ void normalize(float eps) {
-    float sum = 0.0f;
+    const float inverse = inverse_rms_of_head(v, eps);
 #pragma unroll
-    for (int k = 0; k < kOfLane; ++k) sum = __fadd_rn(sum, __fmul_rn(v[k], v[k]));
-#pragma unroll
-    for (int half = kHeadLanes / 2; half > 0; half /= 2) {
-      sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half, kHeadLanes));
-    }
-    sum = __shfl_sync(0xFFFFFFFFu, sum, 0, kHeadLanes);
-    const float inverse = inverse_rms(sum, static_cast<float>(kDim), eps);
-#pragma unroll
-    for (int k = 0; k < kOfLane; ++k) {
-      const Bf16 normal = to_bf16(__fmul_rn(v[k], inverse));
-      v[k] = to_float(to_bf16(__fmul_rn(to_float(normal), to_float(norm[k]))));
-    }
+    for (int k = 0; k < kOfLane; ++k) v[k] = normed(v[k], inverse, norm[k]);
   }
 
   __device__ void turn() {
@@ -224,20 +213,20 @@ __global__ void __launch_bounds__(kThreads)
   auto* const rows = reinterpret_cast<Bf16*>(shared);  // K's, then V's
   for (int first = index / 2 * 2; first < 2 * p.kv_heads; first += kBlockHeads) {
     index = first + thread / kHeadLanes % 2;
-    const bool is_head = index < 2 * p.kv_heads, is_key = index < p.kv_heads;
+    const bool is_key = index < p.kv_heads;
     Bf16* const from = x + (p.heads + index) * kDim;
     HeadLane<kDim> own = head;
-    own.load(from, is_head);
+    own.load(from, true);
     if (first < p.kv_heads) {  // a warp whose second head is a value keeps that as it was
       if (norm != nullptr) own.normalize(p.eps);
       own.turn();
       if (is_key) {
         own.store(from);
       } else {
-        own.load(from, is_head);
+        own.load(from, true);
       }
     }
-    if (is_head) own.store(rows + index * kDim + lane);
+    own.store(rows + index * kDim + lane);
     if (own.is_bad()) atomicOr(&bad_sides, is_key ? 1u : 2u);
   }
   __syncthreads();

@@ -20,13 +20,6 @@ Bf16& element(const PackedMatrix& m, std::int64_t out, std::int64_t in) {
   return m.data[(out / kPanel * m.in + in / 2 * 2) * kPanel + out % kPanel * 2 + in % 2];
 }
 
-void require_packed(const char* op, const PackedMatrix& weight) {
-  if (weight.data == nullptr || weight.out <= 0 || weight.in <= 0 || weight.in % 2 != 0) {
-    throw Error(cat({op, ": the weight is [", weight.out, ", ", weight.in,
-                     "]; expected a packed matrix with an even number of inputs"}));
-  }
-}
-
 void run_panel(const PanelArgs& args) {
   switch (vectors()) {
     case Vectors::kAvx512Bf16: return linear_panel_avx512_bf16(args);
@@ -102,6 +95,13 @@ void copy_rows(const TensorView<const Bf16, 2>& rows, std::int64_t first, const 
 }
 
 }  // namespace
+
+void require_packed(const char* op, const PackedMatrix& weight) {
+  if (weight.data == nullptr || weight.out <= 0 || weight.in <= 0 || weight.in % 2 != 0) {
+    throw Error(cat({op, ": the weight is [", weight.out, ", ", weight.in,
+                     "]; expected a packed matrix with an even number of inputs"}));
+  }
+}
 
 std::int64_t packed_elements(std::int64_t out, std::int64_t in) {
   return panels(out) * kPanel * in;

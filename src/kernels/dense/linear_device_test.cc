@@ -118,6 +118,31 @@ TEST_P(LinearOnDevice, IsWithinTheBoundOfTheExactSum) {
   }
 }
 
+/// BF16 outputs are those in FP32, rounded, in whatever shapes a product is cut.
+TEST_P(LinearOnDevice, RoundsToBf16WhatItHas) {
+  const bool cpu = !on_cuda();
+  const std::int64_t in = cpu ? 64 : 1024;
+  for (const std::int64_t out : {500, 900, 2048, 5120, 8000}) {
+    const Weight w = pack(uneven_bf16(out * in, 3), out, in);
+    for (const std::int64_t rows : {1, 9, 64, 65, 129}) {
+      const auto x = uneven_bf16(rows * in, 4);
+      const auto y = multiply(x, 0, rows, w);
+      const Buffer from = to_device(x, GetParam());
+      const Buffer rounded(GetParam(), rows * out * 2);
+      linear_bf16({.x = rows_of(from.as<const Bf16>(), rows, in, GetParam()),
+                   .weight = w.matrix,
+                   .y_bf16 = rows_of(rounded.as<Bf16>(), rows, out, GetParam())},
+                  {});
+      const auto got = to_host<Bf16>(rounded);
+      std::int64_t wrong = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        wrong += bits_of(got[i]) != bits_of(to_bf16(y[i]));
+      }
+      EXPECT_EQ(wrong, 0) << rows << " rows, " << out << " outputs";
+    }
+  }
+}
+
 /// A row alone and among any others gives the same bits, whichever kernel runs.
 TEST_P(LinearOnDevice, RowsDoNotDependOnEachOther) {
   for (const bool split : {false, true}) {

@@ -13,6 +13,7 @@
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/dense/linear_params_cuda.h"
+#include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 
 namespace lockstep::kernels {
@@ -20,7 +21,6 @@ namespace {
 
 using wgmma::kDepth;
 
-constexpr int kSegments = 4;
 constexpr int kLineBytes = 2 * kDepth;
 constexpr int kGroupedBox = 16;  // rows of a copy where groups of rows differ in size
 constexpr int kMostStages = 16;
@@ -279,21 +279,6 @@ __device__ void consume(const Params& a, const Ring& ring) {
   }
 }
 
-/// Two floats to another block, whose barrier counts their bytes.
-__device__ void send(std::uint32_t to, float low, float high, std::uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          to),
-      "f"(low), "f"(high), "r"(barrier)
-      : "memory");
-}
-
-/// In the order of segments, or each half rounded to BF16 and both together.
-__device__ float sum_of(const float (&part)[kSegments], bool split_k) {
-  if (split_k) return rounded_to_bf16(part[0] + part[1]) + rounded_to_bf16(part[2] + part[3]);
-  return part[0] + part[1] + part[2] + part[3];
-}
-
 /// Of every eight rows of a tile each block of its cluster adds up two.
 __device__ int owner_of(int row) { return row % 8 / 2; }
 __device__ int part_row_of(int row) { return row / 8 * 2 + row % 2; }
@@ -332,7 +317,7 @@ __device__ void consume_segment(const Params& a, const Ring& ring, const Tile& t
     }
 #pragma unroll
     for (int j = 0; j < S::kN / 8; ++j) {
-      send(to + j * 32, d[4 * j + 2 * half], d[4 * j + 2 * half + 1], barrier);
+      send_pair(to + j * 32, d[4 * j + 2 * half], d[4 * j + 2 * half + 1], barrier);
     }
   }
   asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");  // all that is here is written
@@ -357,7 +342,7 @@ __device__ void add_pairs(const Params& a, const Tile& tile, const float* parts)
       high[s] = both.y;
     }
     put_pair(a, tile.rows.first + row / 2 * 8 + 2 * block + row % 2, tile.out + out,
-             sum_of(low, a.p.split_k), sum_of(high, a.p.split_k));
+             sum_of_segments(low, a.p.split_k), sum_of_segments(high, a.p.split_k));
   }
 }
 
@@ -522,9 +507,9 @@ void launch(const LinearParams& p, std::int8_t device, Stream stream) {
   const CUtensorMap x = wgmma::tensor_map(p.x, p.rows, p.in, p.x_stride, a.box_rows);
   const CUtensorMap weight =
       wgmma::tensor_map(p.weight, p.group_stride / p.in * p.groups, p.in, p.in, S::kOuts);
-  cuda::require(
-      cudaFuncSetAttribute(linear_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-      "cudaFuncSetAttribute");
+  cuda::require(cudaFuncSetAttribute(linear_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     kSharedAll),
+                "cudaFuncSetAttribute");
   const auto blocks = static_cast<unsigned>(
       kSplit > 1 ? a.tiles * kSplit : std::min(a.tiles, cuda::multiprocessors(device)));
   if (grouped) {  // where groups begin is read before it waits
@@ -545,7 +530,10 @@ void linear_hopper(const LinearParams& p, std::int8_t device, Stream stream) {
     if (each > 64 && std::int64_t{most_tiles(p, 128)} * ceil_div(p.out, 192) >= blocks / 3) {
       return launch<192, 2, 1, 1>(p, device, stream);
     }
-    if (grouped || ceil_div(p.out, 192) >= blocks) return launch<96, 1, 2, 1>(p, device, stream);
+    // A share of a GPU may have no room for a cluster.
+    if (grouped || ceil_div(p.out, 192) >= blocks || most_clusters() == 0) {
+      return launch<96, 1, 2, 1>(p, device, stream);
+    }
   }
   const auto fits = [&](int outs) {  // at once
     return std::int64_t{ceil_div(p.rows, 64)} * ceil_div(p.out, outs) <= most_clusters();

@@ -24,6 +24,9 @@ inline std::int64_t offset_of(const PanelArgs& args, std::int64_t row) {
   return (args.to == nullptr ? row : args.to[row]) * args.y_stride;
 }
 
+/// Throws Error unless the weight is a packed matrix.
+void require_packed(const char* op, const PackedMatrix& weight);
+
 /// `grouped`: by args.offsets, which lie on the device.
 void linear_cuda(const GroupedLinearArgs& args, bool grouped, TensorView<Bf16, 2> y_bf16,
                  bool settled, Stream stream);

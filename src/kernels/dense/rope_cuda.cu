@@ -74,21 +74,9 @@ __global__ void __launch_bounds__(kHeadLanes* kBlockHeads)
 #pragma unroll
   for (int k = 0; k < kOfLane; ++k) v[k] = is_head ? to_float(x[lane + kHeadLanes * k]) : 0.0f;
   if (p.norm != nullptr) {
-    float sum = 0.0f;
+    const float inverse = inverse_rms_of_head(v, p.eps);
 #pragma unroll
-    for (int k = 0; k < kOfLane; ++k) sum = __fadd_rn(sum, __fmul_rn(v[k], v[k]));
-#pragma unroll
-    for (int half = kHeadLanes / 2; half > 0; half /= 2) {
-      sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half, kHeadLanes));
-    }
-    sum = __shfl_sync(0xFFFFFFFFu, sum, 0, kHeadLanes);
-    const float inverse = inverse_rms(sum, static_cast<float>(kDim), p.eps);
-#pragma unroll
-    for (int k = 0; k < kOfLane; ++k) {
-      const Bf16 normal = to_bf16(__fmul_rn(v[k], inverse));
-      v[k] =
-          to_float(to_bf16(__fmul_rn(to_float(normal), to_float(p.norm[lane + kHeadLanes * k]))));
-    }
+    for (int k = 0; k < kOfLane; ++k) v[k] = normed(v[k], inverse, p.norm[lane + kHeadLanes * k]);
   }
   if (!is_head) return;
   const std::int64_t angle = std::int64_t{p.positions[row]} * (kDim / 2) + lane;

@@ -2,6 +2,7 @@
 
 #include "kernels/dense/check.h"
 #include "kernels/dense/dispatch.h"
+#include "kernels/dense/linear_rows.h"
 #include "kernels/dense/route_rows.h"
 #include "kernels/dense/router.h"
 
@@ -11,7 +12,8 @@ namespace {
 void require_route(const RouteArgs& args) {
   const std::int64_t rows = args.x.shape[0], count = args.weight.out;
   const std::int64_t slots = args.experts.shape[1];
-  const Device device = args.x.device;
+  const Device device = args.weight.device;
+  require_packed("route", args.weight);
   require_shape("route", "x", args.x, rows, args.weight.in, device);
   require_shape("route", "logits", args.logits, rows, count, device);
   require_shape("route", "experts", args.experts, rows, slots, device);
@@ -33,7 +35,7 @@ void require_route(const RouteArgs& args) {
 
 void route(const RouteArgs& args, Stream stream) {
   require_route(args);
-  if (on_cuda("route", args.x.device)) {
+  if (on_cuda("route", args.weight.device)) {
     if constexpr (build::has_cuda) {
       if (route_cuda(args, stream)) return;
     }

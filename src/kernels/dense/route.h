@@ -24,7 +24,8 @@ struct RouteArgs {
 };
 
 /// linear_bf16(), router() and dispatch(): the same bits. On Hopper one launch for up to 64 rows of
-/// up to 128 experts. Throws Error naming what is wrong.
+/// up to 128 experts, 16 of them a token, where `in` is a multiple of 256 and a cluster of eight
+/// blocks has room. Throws Error naming what is wrong.
 void route(const RouteArgs& args, Stream stream);
 
 }  // namespace lockstep::kernels

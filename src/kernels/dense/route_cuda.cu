@@ -11,14 +11,15 @@
 #include "device/cuda/check.h"
 #include "kernels/dense/lanes.h"
 #include "kernels/dense/route_rows.h"
+#include "kernels/dense/row_cuda.h"
+#include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
 
-constexpr int kRouteSegments = 4;
 constexpr int kHalves = 2;  // of the experts
-constexpr int kBlocks = kRouteSegments * kHalves;
+constexpr int kBlocks = kSegments * kHalves;
 constexpr int kRouteRows = 64;
 constexpr int kMostRouted = 128;  // experts
 constexpr int kMostSlots = 16;
@@ -51,7 +52,7 @@ struct RouteParams {
 
 /// Behind the stages.
 struct Desk {
-  float parts[kRouteSegments][kRowsOfBlock][kPartStride];
+  float parts[kSegments][kRowsOfBlock][kPartStride];
   float exps[kRowsOfBlock][kMostRouted];
   std::int32_t choices[kRouteRows * kMostSlots];  // of all rows: the first block's
   std::uint32_t rows_of[kMostRouted][2];          // a bit a row
@@ -70,14 +71,6 @@ __device__ int row_count(const RouteParams& p, int block) {
   return (p.rows - block + kBlocks - 1) / kBlocks;
 }
 
-__device__ void send_pair(std::uint32_t to, float low, float high, std::uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          to),
-      "f"(low), "f"(high), "r"(barrier)
-      : "memory");
-}
-
 __device__ void send_word(std::uint32_t to, std::int32_t word, std::uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
@@ -94,21 +87,21 @@ __device__ void make_barriers(const RouteParams& p, Desk& desk, int block) {
   wgmma::init_barrier(&desk.received, 1);
   wgmma::init_barrier(&desk.chosen, 1);
   wgmma::publish_barriers();
-  wgmma::expect(&desk.received, row_count(p, block) * kRouteSegments * kMostRouted *
-                                    static_cast<int>(sizeof(float)));
+  wgmma::expect(&desk.received,
+                row_count(p, block) * kSegments * kMostRouted * static_cast<int>(sizeof(float)));
   if (block == 0) wgmma::expect(&desk.chosen, p.rows * p.slots * 4);
 }
 
 /// By one thread.
 __device__ void fetch(const RouteParams& p, Desk& desk, std::uint32_t stages, const CUtensorMap& x,
                       const CUtensorMap& weight, int block) {
-  const int first = block % kRouteSegments * p.steps;
+  const int first = block % kSegments * p.steps;
   const int stage_bytes = p.x_bytes + kOfWeight;
   const auto fetch_weight = [&](int step) {
     std::uint64_t* const full = &desk.full[step % kRouteStages];
     wgmma::expect(full, stage_bytes);
     wgmma::copy_tile(stages + step % kRouteStages * stage_bytes + p.x_bytes, &weight,
-                     (first + step) * wgmma::kDepth, block / kRouteSegments * kHalf, full);
+                     (first + step) * wgmma::kDepth, block / kSegments * kHalf, full);
   };
   int ahead = 0;
   if (p.settled) {
@@ -151,8 +144,8 @@ __device__ void multiply_rows(const RouteParams& p, Desk& desk, std::uint32_t st
   }
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // their barriers are made
   const int owner = thread % 32 / 4;
-  const int segment = block % kRouteSegments;
-  const int out = block / kRouteSegments * kHalf + thread % 4 * 2;
+  const int segment = block % kSegments;
+  const int out = block / kSegments * kHalf + thread % 4 * 2;
   const std::uint32_t barrier = wgmma::place_in(owner, wgmma::shared_address(&desk.received));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -198,9 +191,9 @@ __device__ Likely likely_of(const RouteParams& p, Desk& desk, int eighth, int la
 #pragma unroll
   for (int k = 0; k < kOfLane; ++k) {
     const int e = lane + 32 * k;
-    const float a = desk.parts[0][eighth][e], b = desk.parts[1][eighth][e];
-    const float c = desk.parts[2][eighth][e], d = desk.parts[3][eighth][e];
-    logit[k] = p.split_k ? to_float(to_bf16(a + b)) + to_float(to_bf16(c + d)) : a + b + c + d;
+    const float part[kSegments] = {desk.parts[0][eighth][e], desk.parts[1][eighth][e],
+                                   desk.parts[2][eighth][e], desk.parts[3][eighth][e]};
+    logit[k] = sum_of_segments(part, p.split_k);
   }
   float top = __shfl_sync(kAllLanes, logit[0], 0);
 #pragma unroll
@@ -220,15 +213,7 @@ __device__ Likely likely_of(const RouteParams& p, Desk& desk, int eighth, int la
     exps[e] = logit[k];
   }
   __syncwarp();
-  float sum = 0.0f;  // in order of the expert: every thread adds the same numbers
-#pragma unroll
-  for (int e = 0; e < kMostRouted; e += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(exps + e);
-    sum = sum + four.x;
-    sum = sum + four.y;
-    sum = sum + four.z;
-    sum = sum + four.w;
-  }
+  const float sum = sum_in_order<kMostRouted / 4>(exps, kMostRouted);
   Likely likely;
 #pragma unroll
   for (int k = 0; k < kOfLane; ++k) {
@@ -331,8 +316,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(32 * kRouteWar
   const int thread = static_cast<int>(threadIdx.x);
   const auto block = static_cast<int>(blockIdx.x);
   const std::uint32_t stages = wgmma::shared_address(shared);
-  auto& desk = *reinterpret_cast<Desk*>(
-      shared + max(kRouteStages * (p.x_bytes + kOfWeight), kRouteRows * kLine));
+  auto& desk = *reinterpret_cast<Desk*>(shared + kRouteStages * (p.x_bytes + kOfWeight));
   if (thread == 128) {
     wgmma::prefetch(&weight);
     wgmma::prefetch(&x);
@@ -358,6 +342,18 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(32 * kRouteWar
 #endif
 }
 
+// What follows the rows that a copy brought is read too: it lies in the stages.
+static_assert(kRouteRows * kLine <= kOfWeight);
+
+constexpr int kMostBytes = kRouteStages * (kRouteRows * kLine + kOfWeight) + int{sizeof(Desk)};
+
+/// Of a share of a GPU, whose multiprocessors may lie apart, perhaps not.
+bool has_room_for_cluster() {
+  static const bool has_room =
+      wgmma::most_clusters(route_kernel, kBlocks, 32 * kRouteWarps, kMostBytes) > 0;
+  return has_room;
+}
+
 }  // namespace
 
 bool route_cuda(const RouteArgs& args, Stream stream) {
@@ -367,36 +363,34 @@ bool route_cuda(const RouteArgs& args, Stream stream) {
   const auto at =
       reinterpret_cast<std::uintptr_t>(args.x.data) | reinterpret_cast<std::uintptr_t>(w.data);
   if (rows < 1 || rows > kRouteRows || w.out > kMostRouted || args.experts.shape[1] > kMostSlots ||
-      w.in % (kRouteSegments * wgmma::kDepth) != 0 || w.in == 0 || at % 16 != 0 ||
+      w.in % (kSegments * wgmma::kDepth) != 0 || w.in == 0 || at % 16 != 0 ||
       args.x.stride[0] % 8 != 0 || !wgmma::is_hopper(device)) {
     return false;
   }
   const cuda::OnDevice scope(device);
+  if (!has_room_for_cluster()) return false;
   const int box_rows = static_cast<int>((rows + 7) / 8) * 8;
-  const RouteParams params{
-      .experts = args.experts.data,
-      .gates = args.gates.data,
-      .offsets = args.offsets.data(),
-      .row_of = args.row_of.data(),
-      .slot_of = args.slot_of.data(),
-      .experts_stride = args.experts.stride[0],
-      .gates_stride = args.gates.stride[0],
-      .rows = static_cast<std::int32_t>(rows),
-      .count = static_cast<std::int32_t>(w.out),
-      .slots = static_cast<std::int32_t>(args.experts.shape[1]),
-      .steps = static_cast<std::int32_t>(w.in) / (kRouteSegments * wgmma::kDepth),
-      .x_bytes = box_rows * kLine,
-      .normalize = args.normalize,
-      .split_k = args.split_k,
-      .settled = args.settled};
+  const RouteParams params{.experts = args.experts.data,
+                           .gates = args.gates.data,
+                           .offsets = args.offsets.data(),
+                           .row_of = args.row_of.data(),
+                           .slot_of = args.slot_of.data(),
+                           .experts_stride = args.experts.stride[0],
+                           .gates_stride = args.gates.stride[0],
+                           .rows = static_cast<std::int32_t>(rows),
+                           .count = static_cast<std::int32_t>(w.out),
+                           .slots = static_cast<std::int32_t>(args.experts.shape[1]),
+                           .steps = static_cast<std::int32_t>(w.in) / (kSegments * wgmma::kDepth),
+                           .x_bytes = box_rows * kLine,
+                           .normalize = args.normalize,
+                           .split_k = args.split_k,
+                           .settled = args.settled};
   const CUtensorMap x = wgmma::tensor_map(args.x.data, rows, w.in, args.x.stride[0], box_rows);
   const CUtensorMap weight =
       wgmma::tensor_map(w.data, packed_elements(w.out, w.in) / w.in, w.in, w.in, kHalf);
-  constexpr int kMost = kRouteStages * (kRouteRows * kLine + kOfWeight) + int{sizeof(Desk)};
-  const int bytes =
-      std::max(kRouteStages * (params.x_bytes + kOfWeight), kRouteRows * kLine) + int{sizeof(Desk)};
+  const int bytes = kRouteStages * (params.x_bytes + kOfWeight) + int{sizeof(Desk)};
   cuda::require(
-      cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
+      cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
       "cudaFuncSetAttribute");
   cuda::lay_out_for_shared(route_kernel);
   cuda::launch_beside("route_kernel", route_kernel, dim3(kBlocks), dim3(32 * kRouteWarps),

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <vector>
@@ -31,9 +32,9 @@ struct RouteCase {
   RouteCase(const RouteShape& shape, Device device)
       : shape(shape), device(device), weight(device, packed_elements(shape.count, shape.in) * 2) {
     auto numbers = random_bf16(shape.rows * shape.in, 5, 1.0f);
-    // Of the last row all logits are NaN; of the first all are equal.
+    // Of the last row all logits are infinite, of both signs; of the first all are equal.
     if (shape.rows > 2) numbers.back() = to_bf16(INFINITY);
-    for (std::int64_t i = 0; i < shape.in; ++i) numbers[static_cast<std::size_t>(i)] = Bf16{};
+    std::fill_n(numbers.begin(), std::min<std::int64_t>(shape.rows, 1) * shape.in, Bf16{});
     x = to_device(numbers, device);
     auto rows = random_bf16(shape.count * shape.in, 6, 0.05f);
     for (std::int64_t i = 1; i <= shape.in && shape.count > 5; ++i) {  // two logits that are equal
@@ -45,12 +46,25 @@ struct RouteCase {
     synchronize(device);
   }
 
+  /// The first rows of another case.
+  RouteCase(const RouteCase& other, std::int64_t rows)
+      : shape(other.shape),
+        device(other.device),
+        x(other.device, rows * other.shape.in * 2),
+        weight(other.device, other.weight.bytes()) {
+    shape.rows = rows;
+    copy_bytes(x.as<void>(), device, other.x.as<void>(), device, x.bytes());
+    copy_bytes(weight.as<void>(), device, other.weight.as<void>(), device, weight.bytes());
+    synchronize(device);
+  }
+
   PackedMatrix matrix() const { return {weight.as<Bf16>(), shape.count, shape.in, device}; }
   TensorView<const Bf16, 2> rows() const {
     return rows_of(x.as<const Bf16>(), shape.rows, shape.in, device);
   }
 
-  RouteResult at_once(bool normalize, bool split_k) const {
+  /// `settled`: nothing runs before it that it must wait for.
+  RouteResult at_once(bool normalize, bool split_k, bool settled = true) const {
     const std::int64_t items = shape.rows * shape.slots;
     const Buffer logits(device, shape.rows * shape.count * 4), experts(device, items * 4),
         gates(device, items * 4), offsets(device, (shape.count + 1) * 4), row_of(device, items * 4),
@@ -61,7 +75,7 @@ struct RouteCase {
     route({.x = rows(),
            .weight = matrix(),
            .split_k = split_k,
-           .settled = true,
+           .settled = settled,
            .normalize = normalize,
            .logits = rows_of(logits.as<float>(), shape.rows, shape.count, device),
            .experts = rows_of(experts.as<std::int32_t>(), shape.rows, shape.slots, device),
@@ -148,6 +162,89 @@ TEST_P(RouteOnDevice, LeavesWhatItsPartsLeave) {
       }
     }
   }
+}
+
+/// Among 64 rows one launch has a row, among 65 three have.
+TEST_P(RouteOnDevice, ARowDoesNotDependOnItsCompany) {
+  const RouteCase many({65, 2048, 128, 8}, GetParam());
+  const RouteCase few(many, 64);
+  for (const bool split_k : {false, true}) {
+    const RouteResult all = many.at_once(true, split_k);
+    for (const bool settled : {true, false}) {
+      const RouteResult some = few.at_once(true, split_k, settled);
+      const auto first = [](const auto& of) {
+        return std::vector(of.begin(), of.begin() + 64 * 8);
+      };
+      EXPECT_EQ(some.experts, first(all.experts));
+      EXPECT_TRUE(same_gates(some.gates, first(all.gates)));
+    }
+  }
+}
+
+TEST_P(RouteOnDevice, HasNothingToDoForNoRows) {
+  const RouteResult none = RouteCase({0, 256, 32, 4}, GetParam()).at_once(true, false);
+  EXPECT_EQ(none.offsets, std::vector<std::int32_t>(33));
+}
+
+/// Rows of more room than they need, as a capture and a pass have them.
+TEST_P(RouteOnDevice, TakesRowsThatLieApart) {
+  constexpr std::int64_t kRows = 33, kIn = 512, kCount = 48, kSlots = 4, kApart = 24;
+  const Device device = GetParam();
+  const RouteCase op({kRows, kIn, kCount, kSlots}, device);
+  const RouteResult expected = op.at_once(true, false);
+  std::vector<Bf16> wide(static_cast<std::size_t>(kRows * (kIn + 8)));
+  const auto numbers = to_host<Bf16>(op.x);
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    std::copy_n(numbers.begin() + row * kIn, kIn, wide.begin() + row * (kIn + 8));
+  }
+  const Buffer x = to_device(wide, device), logits(device, kRows * kCount * 4),
+               experts(device, kRows * kApart * 4), gates(device, kRows * kApart * 4),
+               index(device, (kCount + 1 + 2 * kRows * kSlots) * 4);
+  auto* const at = index.as<std::int32_t>();
+  route({.x = {x.as<const Bf16>(), {kRows, kIn}, {kIn + 8, 1}, device},
+         .weight = op.matrix(),
+         .logits = rows_of(logits.as<float>(), kRows, kCount, device),
+         .experts = {experts.as<std::int32_t>(), {kRows, kSlots}, {kApart, 1}, device},
+         .gates = {gates.as<float>(), {kRows, kSlots}, {kApart, 1}, device},
+         .offsets = {at, kCount + 1},
+         .row_of = {at + kCount + 1, kRows * kSlots},
+         .slot_of = {at + kCount + 1 + kRows * kSlots, kRows * kSlots}},
+        {});
+  const auto got = to_host<std::int32_t>(experts);
+  const auto weights = to_host<float>(gates);
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    for (std::int64_t slot = 0; slot < kSlots; ++slot) {
+      const auto from = static_cast<std::size_t>(row * kSlots + slot);
+      const auto to = static_cast<std::size_t>(row * kApart + slot);
+      ASSERT_EQ(got[to], expected.experts[from]) << row << " " << slot;
+      ASSERT_TRUE(same_gates({weights[to]}, {expected.gates[from]})) << row << " " << slot;
+    }
+  }
+}
+
+TEST_P(RouteOnDevice, RefusesWhatLiesElsewhere) {
+  const RouteCase op({4, 256, 32, 4}, GetParam());
+  std::vector<float> floats(4 * 36);
+  std::vector<std::int32_t> ints(4 * 4 + 33 + 2 * 16);
+  const std::span<std::int32_t> rest = std::span(ints).subspan(16);
+  const Device other =
+      GetParam().kind == Device::Kind::kCpu ? Device{Device::Kind::kCuda, 0} : Device{};
+  RouteArgs args = {.x = op.rows(),
+                    .weight = op.matrix(),
+                    .logits = rows_of(floats.data(), 4, 32, GetParam()),
+                    .experts = rows_of(ints.data(), 4, 4, GetParam()),
+                    .gates = rows_of(floats.data() + 128, 4, 4, GetParam()),
+                    .offsets = rest.first(33),
+                    .row_of = rest.subspan(33, 16),
+                    .slot_of = rest.last(16)};
+  args.weight.device = other;
+  EXPECT_THROW(route(args, {}), Error);
+  args.weight = op.matrix();
+  args.weight.data = nullptr;
+  EXPECT_THROW(route(args, {}), Error);
+  args.weight = op.matrix();
+  args.weight.in = args.x.shape[1] = -256;
+  EXPECT_THROW(route(args, {}), Error);
 }
 
 TEST_P(RouteOnDevice, RefusesWhatDoesNotFit) {

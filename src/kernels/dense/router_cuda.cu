@@ -2,6 +2,7 @@
 #include "device/cuda/check.h"
 #include "kernels/dense/lanes.h"
 #include "kernels/dense/router_rows.h"
+#include "kernels/dense/row_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -94,15 +95,7 @@ __global__ void __launch_bounds__(32 * kWarps) router_kernel(const __grid_consta
     probability[e] = e < p.count ? exp_fp32(probability[e] - top) : 0.0f;
   }
   __syncwarp();
-  float sum = 0.0f;  // in order of the expert: every thread adds the same numbers
-#pragma unroll 4
-  for (int e = 0; e < padded; e += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(probability + e);
-    sum = sum + four.x;
-    sum = sum + four.y;
-    sum = sum + four.z;
-    sum = sum + four.w;
-  }
+  const float sum = sum_in_order<4>(probability, padded);
   __syncwarp();
   for (int e = lane; e < p.count; e += 32) probability[e] = __fdiv_rn(probability[e], sum);
   __syncwarp();

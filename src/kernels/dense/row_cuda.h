@@ -40,4 +40,41 @@ __device__ inline float inverse_rms(float squares, float cols, float eps) {
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(squares, cols), eps)));
 }
 
+/// A head that 16 lanes have, numbers 16 apart: inverse_rms() of it. By all lanes of the warp.
+template <int kOfLane>
+__device__ float inverse_rms_of_head(const float (&v)[kOfLane], float eps) {
+  constexpr int kLanes = 16;
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kOfLane; ++k) sum = __fadd_rn(sum, __fmul_rn(v[k], v[k]));
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half, kLanes));
+  }
+  sum = __shfl_sync(0xFFFFFFFFu, sum, 0, kLanes);
+  return inverse_rms(sum, static_cast<float>(kOfLane * kLanes), eps);
+}
+
+/// A number of a row whose inverse_rms() that is, times its weight: rounded twice, as
+/// rms_norm_row() has it.
+__device__ inline float normed(float x, float inverse, Bf16 weight) {
+  const Bf16 normal = to_bf16(__fmul_rn(x, inverse));
+  return to_float(to_bf16(__fmul_rn(to_float(normal), to_float(weight))));
+}
+
+/// Of `count` numbers, a multiple of 4, one after another: every thread that asks adds them all.
+template <int kUnrolled>
+__device__ float sum_in_order(const float* from, int count) {
+  float sum = 0.0f;
+#pragma unroll kUnrolled
+  for (int i = 0; i < count; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    sum = sum + four.x;
+    sum = sum + four.y;
+    sum = sum + four.z;
+    sum = sum + four.w;
+  }
+  return sum;
+}
+
 }  // namespace lockstep::kernels

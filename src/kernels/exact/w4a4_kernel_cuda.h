@@ -80,8 +80,8 @@ __device__ inline RawBlocks<kParts> read_blocks(const Params& p, const Rows& row
   return raw;
 }
 
-/// Unpacks a segment of the unit's items, rows that it lacks as zeros. A thread
-/// takes the same block of each of its rows, and asks for all of them before it needs one.
+/// Unpacks a segment of the unit's items, rows that it lacks as zeros. A thread takes the same
+/// block of each of its rows, and asks for all of them before it needs one.
 template <int kParts>
 __device__ void unpack(const Params& p, Shared<kParts>& s, const Unit& unit, const Rows& rows,
                        int segment) {
@@ -431,6 +431,7 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
 /// kWhole: all segments of a row are whole steps.
 template <int kParts>
 void launch_of(const Params& params, std::int8_t device, Stream stream) {
+  static_assert(kSegmentChunks % step_of(kParts) == 0);  // so that only a row's last may be none
   const bool whole = params.chunks % step_of(kParts) == 0;
   launch_over<Params>("w4a4_kernel", whole ? w4a4_kernel<kParts, true> : w4a4_kernel<kParts, false>,
                       static_cast<int>(sizeof(Shared<kParts>)), kResidents, params, device, stream,
