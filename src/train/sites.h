@@ -40,10 +40,11 @@ class Sites {
         Tally* tally, Reveal reveal = {}, OwnRoutes own = {});
 
   /// Begins to bring the records of a pass to the device that its tensors lie on, layer by layer,
-  /// beside what else is done. Without it each is read when it is asked for. Nothing on a CPU.
-  void read_ahead(const at::Device& device) {
+  /// beside what else is done, and not more than `most_bytes` ahead of it. Without it each is read
+  /// when it is asked for. Nothing on a CPU.
+  void read_ahead(const at::Device& device, std::int64_t most_bytes) {
     if constexpr (build::has_cuda) {
-      if (device.is_cuda()) read_ahead_there(device);
+      if (device.is_cuda()) read_ahead_there(device, most_bytes);
     }
   }
 
@@ -114,7 +115,8 @@ class Sites {
   void follow(const Choice& choice, const at::Tensor& chosen) const;
   /// On a CUDA device: sites_cuda.cc.
   struct There;
-  void read_ahead_there(const at::Device& device);
+  void read_ahead_there(const at::Device& device, std::int64_t most_bytes);
+  std::int64_t bytes_ahead(Place place) const;
   void settle_there() const;
   void compensate_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
   void audit_unrounded(Place place, const at::Tensor& x) const;

@@ -134,7 +134,22 @@ Sites::There Sites::bring(Place place, const at::Device& device) const {
   return there;
 }
 
-void Sites::read_ahead_there(const at::Device& device) {
+/// Of what bring() brings, here and there.
+std::int64_t Sites::bytes_ahead(Place place) const {
+  std::int64_t bytes = 0;
+  if (place.site == Site::kRouter) {
+    bytes += agreement_.model.experts_per_token * std::int64_t{sizeof(std::int32_t)} + 1;
+  } else if (imitates(place) && follows(place)) {
+    bytes += agreement_.layout(place, agreement_.encoding(place)).bytes() + 1;
+  }
+  bytes *= pack_.rows();
+  if (audits(place)) {
+    bytes += std::ssize(audited_) * (agreement_.layout(place, Encoding::kCodes).bytes() + 1);
+  }
+  return bytes;
+}
+
+void Sites::read_ahead_there(const at::Device& device, std::int64_t most_bytes) {
   std::vector<Place> places;
   for (std::int32_t i = 0; i < agreement_.model.num_layers; ++i) {
     const Layer layer{i};
@@ -147,14 +162,17 @@ void Sites::read_ahead_there(const at::Device& device) {
     }
   }
   if (places.empty()) return;
-  ahead_ = std::make_shared<Ahead>(std::move(places), [this, device](const Place& place) {
+  const auto bring_one = [this, device](const Place& place) {
     const c10::Stream stream = reading_stream(device);
     const c10::StreamGuard scope(stream);
     There there = bring(place, device);
     there.arrived.emplace(at::kCUDA);
     there.arrived->record(stream);
     return there;
-  });
+  };
+  ahead_ = std::make_shared<Ahead>(
+      std::move(places), bring_one, [this](const Place& place) { return bytes_ahead(place); },
+      most_bytes);
 }
 
 void Sites::There::await() const {

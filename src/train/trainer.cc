@@ -164,6 +164,7 @@ struct Trainer::Impl {
     /// `make` may give null where nobody takes any.
     NextSites(const Impl& trainer, std::size_t passes, Make make)
         : device_(ops::torch_device(trainer.parameters.device())),
+          most_bytes_(trainer.options.read_ahead_bytes),
           passes_(trainer.lanes.size() == 1 ? passes : 0),
           make_(std::move(make)) {}
 
@@ -179,11 +180,12 @@ struct Trainer::Impl {
    private:
     std::unique_ptr<Sites> made(std::size_t pass) const {
       std::unique_ptr<Sites> sites = make_(pass);
-      if (sites != nullptr) sites->read_ahead(device_);
+      if (sites != nullptr) sites->read_ahead(device_, most_bytes_);
       return sites;
     }
 
     at::Device device_;
+    std::int64_t most_bytes_;
     std::size_t passes_;
     Make make_;
     std::size_t pass_ = 0;

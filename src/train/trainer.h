@@ -50,6 +50,8 @@ struct Options {
   std::int64_t memory_bytes = 0;  // of a CUDA device, all that training takes; 0: what there is
   std::int32_t tokens_per_pass = 8192;  // whole trajectories are packed up to this many
   bool recompute = false;               // activations, in backward; reads the same records
+  /// Of records that are on a CUDA device before the pass gets there.
+  std::int64_t read_ahead_bytes = std::int64_t{1} << 30;
 };
 
 /// The loss of trajectory i as a function of its log-probs, those of its top tokens included where

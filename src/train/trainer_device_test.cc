@@ -42,13 +42,15 @@ struct Outcome {
 
 class TrainerOnDevice : public TrainerTest, public ::testing::WithParamInterface<Device> {
  protected:
-  Outcome outcome(Device device, const Agreement& agreement, const Qat& qat, bool bf16 = true) {
+  Outcome outcome(Device device, const Agreement& agreement, const Qat& qat, bool bf16 = true,
+                  std::int64_t read_ahead_bytes = Options().read_ahead_bytes) {
     device_ = device;
     const std::vector<Trajectory> batch = batch_with_paths(agreement.model);
     const RandomTrace trace(6);
     Options options = reveals_gradient();
     options.bf16 = bf16;
     options.tokens_per_pass = 50;
+    options.read_ahead_bytes = read_ahead_bytes;
     const Weights weights = random_weights(agreement.model, 3);
     const auto trainer = make(agreement, options, weights, qat);
     Outcome outcome;
@@ -164,6 +166,16 @@ TEST_P(TrainerOnDevice, TwoRunsLeaveTheSameBits) {
   EXPECT_EQ(a.logp, b.logp);
   for (const auto& [id, g] : a.gradient) EXPECT_TRUE(g.equal(b.gradient.at(id))) << to_string(id);
   EXPECT_EQ(a.metrics, b.metrics);
+}
+
+TEST_P(TrainerOnDevice, HowFarItReadsAheadChangesNothing) {
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  const Outcome far = outcome(GetParam(), guided(Guidance::kFullGuided), qat);
+  for (const std::int64_t bytes : {0, 3000}) {
+    const Outcome near = outcome(GetParam(), guided(Guidance::kFullGuided), qat, true, bytes);
+    EXPECT_EQ(near.logp, far.logp) << bytes;
+    EXPECT_EQ(near.metrics, far.metrics) << bytes;
+  }
 }
 
 TEST_P(TrainerOnDevice, WhatTorchKeepsGoesBackAndComesAgain) {
