@@ -214,13 +214,14 @@ std::vector<KvPlace> Capture::Impl::kv_places(std::span<const LayerKv> layers) c
 
 void Capture::close(std::span<const Held> spans, const KvCache& cache) {
   if (impl_->sink == nullptr || spans.empty()) return;
-  std::size_t sealed = 0;
+  std::vector<SpanId> ids;
+  for (const Held& held : spans) ids.push_back(held.span.id);
   try {
     flush();
     impl_->append_kv(spans, cache);
-    for (; sealed < spans.size(); ++sealed) impl_->sink->seal(spans[sealed].span.id);
+    impl_->sink->seal_all(ids);
   } catch (...) {
-    for (; sealed < spans.size(); ++sealed) impl_->give_up(spans[sealed].span);
+    for (const Held& held : spans) impl_->give_up(held.span);
     throw;
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "base/parallel.h"
@@ -27,8 +28,10 @@ std::size_t run_length(std::span<const TokenKey> tokens, std::size_t i) {
   return end - i;
 }
 
-constexpr std::size_t kCopyApart = 16 << 10;  // bytes of a span
-constexpr std::int64_t kCopiesATask = 8;
+constexpr std::size_t kLargePart = 16 << 10;  // bytes of a span that several threads take
+constexpr std::int64_t kPlacesATask = 8;      // of those
+constexpr std::int64_t kColumnsATask = 512;   // of smaller ones
+constexpr std::int64_t kSpansATask = 4;       // to seal
 
 void require_rows(std::size_t tokens, std::size_t bytes, const RowLayout& layout) {
   const std::int32_t row = layout.bytes();
@@ -46,12 +49,6 @@ void require_layout(const RowLayout& held, const RowLayout& asked, Place place) 
 }
 
 }  // namespace
-
-void Apart::run() const {
-  parallel_for(std::ssize(copies), kCopiesATask, [&](std::int64_t first, std::int64_t end) {
-    for (std::int64_t i = first; i < end; ++i) copies[static_cast<std::size_t>(i)].run();
-  });
-}
 
 Store::Impl::Impl(const Options& given) : options(given) {
   if (options.ram_bytes < 0 || options.disk_bytes < 0 || options.segment_bytes <= 0) {
@@ -104,61 +101,142 @@ Entry& Store::Impl::cached_entry(std::size_t i, SpanId span) {
   return *entry;
 }
 
-/// Room for `count` rows of a span, from position on; `put` as in Column::extend().
-template <typename Put>
-void Store::Impl::extend(Entry& entry, std::size_t number, std::int32_t position,
-                         std::int32_t count, Place place, const RowLayout& layout, const Put& put) {
-  std::vector<Column>& columns = entry.body->columns;
-  if (number >= columns.size()) columns.resize(schema.size());
-  Column& column = columns[number];
+std::vector<Arrival> Store::Impl::arrivals(std::span<const Rows<const std::byte>> places) {
+  std::vector<Arrival> all;
+  all.reserve(places.size());
+  for (const Rows<const std::byte>& rows : places) {
+    all.push_back({&rows, schema.id(rows.place, rows.layout.encoding), rows.layout.bytes()});
+  }
+  return all;
+}
+
+/// By span. A span whose tokens do not follow each other has several, one behind the other.
+std::vector<Inflow> Store::Impl::inflows(std::span<const TokenKey> tokens) {
+  std::vector<Inflow> all;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (all.empty() || all.back().span != tokens[i].span) {
+      const Entry& entry = cached_entry(i, tokens[i].span);
+      all.push_back(
+          {.span = tokens[i].span, .begin = entry.span.first, .first = i, .body = entry.body});
+    }
+    all.back().end = i + 1;
+  }
+  return all;
+}
+
+namespace {
+
+/// Room for `count` rows of a span, from `position` on, and the rows.
+void extend(Inflow& into, const Arrival& from, std::size_t token, std::int32_t position,
+            std::int32_t count) {
+  const auto& [place, layout, bytes] = *from.rows;
+  Column& column = into.body->columns[from.column];
   if (!column.made()) {
-    column = Column(place, layout, number);
+    column = Column(place, layout, from.column);
   } else {
     require_layout(column.layout(), layout, place);
   }
-  if (position < std::max(column.end(), entry.span.first) ||
+  if (position < std::max(column.end(), into.begin) ||
       position > static_cast<std::int32_t>(kMaxPosition) - count) {
     throw Error(
-        cat({"record of span ", hex(entry.span.id.value), ", position ", position,
-             ": the span begins at ", entry.span.first, " and layer ", place.layer.value, ", site ",
+        cat({"record of span ", hex(into.span.value), ", position ", position,
+             ": the span begins at ", into.begin, " and layer ", place.layer.value, ", site ",
              static_cast<int>(place.site), " is recorded up to ", column.end(), " already"}));
   }
   const std::int64_t before = column.capacity_bytes();
-  column.extend(position, count, put);
+  column.append(position, count,
+                bytes.data() + row_offset(static_cast<std::int64_t>(token), from.width));
   const std::int64_t grown = column.capacity_bytes() - before;
-  if (grown == 0) return;
-  entry.body_bytes += grown;
-  ram_used += grown;
+  if (grown != 0) std::atomic_ref(into.grown) += grown;
 }
 
-/// `row_bytes` of a token at all places together.
-void Store::Impl::append(std::span<const TokenKey> tokens,
-                         std::span<const Rows<const std::byte>> places, std::size_t row_bytes,
-                         Apart& apart) {
-  struct Into {
-    const Rows<const std::byte>* rows;
-    std::size_t column;
-    std::int32_t width;
+/// Of several tasks the first one's, whichever thread met it when.
+class FirstFailure {
+ public:
+  void keep(std::int64_t task) {
+    const std::lock_guard lock(mutex_);
+    if (failure_ && task_ < task) return;
+    failure_ = std::current_exception();
+    task_ = task;
+  }
+  void rethrow() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr failure_;
+  std::int64_t task_ = 0;
+};
+
+/// Puts all rows where they belong. Without the mutex: a thread that waits here for the others may
+/// take up any task of theirs.
+void fill(std::span<Inflow> all, std::span<const Arrival> arrivals,
+          std::span<const TokenKey> tokens, std::size_t row_bytes, std::size_t columns,
+          FirstFailure& failure) {
+  // Spans of which each comes once: several threads may have them at a time.
+  std::vector<SpanId> ids;
+  ids.reserve(all.size());
+  for (const Inflow& into : all) ids.push_back(into.span);
+  std::sort(ids.begin(), ids.end());
+  const bool apart = std::adjacent_find(ids.begin(), ids.end()) == ids.end();
+  const auto places = std::ssize(arrivals);
+  const bool large = tokens.size() * row_bytes / all.size() >= kLargePart;
+  const std::int64_t each = large ? std::min(kPlacesATask, places) : places;
+  const std::int64_t cuts = (places + each - 1) / each;
+  const auto count = std::ssize(all);
+  const auto make_columns = [columns](const Inflow& into) {
+    if (into.body->columns.size() < columns) into.body->columns.resize(columns);
   };
-  std::vector<Into> into;
-  for (const Rows<const std::byte>& rows : places) {
-    into.push_back({&rows, schema.id(rows.place, rows.layout.encoding), rows.layout.bytes()});
-  }
-  for (std::size_t i = 0, count = 0; i < tokens.size(); i += count) {
-    count = run_length(tokens, i);
-    Entry& entry = cached_entry(i, tokens[i].span);
-    const bool later = row_bytes * count >= kCopyApart;
-    if (later) apart.bodies.push_back(entry.body);
-    for (const auto& [rows, column, width] : into) {
-      const std::byte* const from =
-          rows->bytes.data() + row_offset(static_cast<std::int64_t>(i), width);
-      extend(entry, column, tokens[i].position, static_cast<std::int32_t>(count), rows->place,
-             rows->layout, [&, width = width](std::byte* to, std::int32_t first, std::int32_t n) {
-               const CopyOf copy = {to, from + row_offset(first, width), row_offset(n, width)};
-               later ? apart.copies.push_back(copy) : copy.run();
-             });
+  if (cuts > 1) std::for_each(all.begin(), all.end(), make_columns);
+  const std::int64_t grain = large ? 1 : std::max<std::int64_t>(kColumnsATask / places, 1);
+  const auto run = [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t task = first; task < end; ++task) {
+      Inflow& into = all[static_cast<std::size_t>(task % count)];
+      const std::int64_t from = task / count * each;
+      const auto mine = arrivals.subspan(static_cast<std::size_t>(from),
+                                         static_cast<std::size_t>(std::min(each, places - from)));
+      try {
+        if (cuts == 1) make_columns(into);
+        for (std::size_t i = into.first, n = 0; i < into.end; i += n) {
+          n = run_length(tokens.first(into.end), i);
+          for (const Arrival& arrival : mine) {
+            extend(into, arrival, i, tokens[i].position, static_cast<std::int32_t>(n));
+          }
+        }
+      } catch (...) {
+        failure.keep(task % count * cuts + task / count);
+      }
     }
-  }
+  };
+  apart ? parallel_for(count * cuts, grain, run) : run(0, count * cuts);
+}
+
+}  // namespace
+
+/// Of spans that are open, each once.
+std::vector<std::shared_ptr<Body>> Store::Impl::open_bodies(std::span<const SpanId> ids) {
+  std::vector<std::shared_ptr<Body>> bodies;
+  for (const SpanId id : ids) bodies.push_back(open_entry(id, "sealing").body);
+  return bodies;
+}
+
+/// A span whose columns are closed is sealed, unless it was given up in the meantime.
+void Store::Impl::settle(SpanId span, Body& body, std::int64_t bytes) {
+  const auto found = spans.find(span.value);
+  if (found == spans.end() || found->second.body.get() != &body) return;
+  Entry& entry = found->second;
+  const std::int32_t end = body.end();
+  ram_used += bytes - entry.body_bytes;
+  entry.body_bytes = bytes;
+  entry.span.count = std::max(entry.span.count, end - entry.span.first);
+  entry.sealed = true;
+  entry.order = next_order++;
+  --open_spans;
+  counts.tokens_sealed += std::max(0, end - entry.span.first);
+  counts.bytes_sealed += bytes;
+  if (entry.span.version.value < floor_version) return drop(found);
+  unspilled[entry.order] = span.value;
 }
 
 /// Its pieces of memory are many: nobody but the store's own thread should wait for them.
@@ -276,7 +354,6 @@ void Store::open(const Span& span, ContractId contract) {
   const std::lock_guard lock(s.mutex);
   if (const auto before = s.spans.find(span.id.value); before != s.spans.end()) s.drop(before);
   Entry entry = {.span = span, .contract = contract, .body = std::make_shared<Body>()};
-  entry.body->columns.resize(s.schema.size());
   s.spans[span.id.value] = std::move(entry);
   ++s.open_spans;
   s.wake_if_pressed();
@@ -330,19 +407,27 @@ void Store::append_all(std::span<const TokenKey> tokens,
     require_rows(tokens.size(), rows.bytes.size(), rows.layout);
     bytes += rows.bytes.size();
   }
-  if (tokens.empty()) return;
-  Apart apart;
-  try {
-    const std::lock_guard lock(impl_->mutex);
-    impl_->append(tokens, places, bytes / tokens.size(), apart);
-    impl_->counts.rows_written += std::ssize(tokens) * std::ssize(places);
-    impl_->counts.bytes_written += static_cast<std::int64_t>(bytes);
-    impl_->wake_if_pressed();
-  } catch (...) {
-    apart.run();  // rows that have room have their bytes
-    throw;
+  if (tokens.empty() || places.empty()) return;
+  Impl& s = *impl_;
+  std::unique_lock lock(s.mutex);
+  const std::vector<Arrival> arrivals = s.arrivals(places);
+  std::vector<Inflow> inflows = s.inflows(tokens);
+  const std::size_t columns = s.schema.size();
+  lock.unlock();
+  FirstFailure failure;
+  fill(inflows, arrivals, tokens, bytes / tokens.size(), columns, failure);
+  lock.lock();
+  for (const Inflow& into : inflows) {
+    if (into.grown == 0) continue;
+    const auto found = s.spans.find(into.span.value);
+    if (found == s.spans.end() || found->second.body != into.body) continue;  // given up by now
+    found->second.body_bytes += into.grown;
+    s.ram_used += into.grown;
   }
-  apart.run();
+  s.wake_if_pressed();
+  failure.rethrow();
+  s.counts.rows_written += std::ssize(tokens) * std::ssize(places);
+  s.counts.bytes_written += static_cast<std::int64_t>(bytes);
 }
 
 void Store::truncate(SpanId span, std::int32_t position) {
@@ -354,27 +439,23 @@ void Store::truncate(SpanId span, std::int32_t position) {
   entry.body_bytes = bytes;
 }
 
-void Store::seal(SpanId span) {
+void Store::seal(SpanId span) { seal_all({&span, 1}); }
+
+void Store::seal_all(std::span<const SpanId> ids) {
   Impl& s = *impl_;
-  const std::lock_guard lock(s.mutex);
-  Entry& entry = s.open_entry(span, "sealing");
-  Body& body = *entry.body;
-  for (Column& column : body.columns) column.close();
-  const std::int64_t bytes = body.capacity_bytes();
-  s.ram_used += bytes - entry.body_bytes;
-  entry.body_bytes = bytes;
-  entry.span.count = std::max(entry.span.count, body.end() - entry.span.first);
-  entry.sealed = true;
-  entry.order = s.next_order++;
-  --s.open_spans;
+  std::unique_lock lock(s.mutex);
+  const std::vector<std::shared_ptr<Body>> bodies = s.open_bodies(ids);
+  lock.unlock();
+  std::vector<std::int64_t> bytes(ids.size());
+  parallel_for(std::ssize(ids), kSpansATask, [&](std::int64_t first, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
+      for (Column& column : bodies[i]->columns) column.close();
+      bytes[i] = bodies[i]->capacity_bytes();
+    }
+  });
+  lock.lock();
   s.recent.clear();
-  s.counts.tokens_sealed += std::max(0, body.end() - entry.span.first);
-  s.counts.bytes_sealed += bytes;
-  if (entry.span.version.value < s.floor_version) {
-    s.drop(s.spans.find(span.value));
-    return;
-  }
-  s.unspilled[entry.order] = span.value;
+  for (std::size_t i = 0; i < ids.size(); ++i) s.settle(ids[i], *bodies[i], bytes[i]);
   s.wake_if_pressed();
 }
 

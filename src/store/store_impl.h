@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -39,20 +38,21 @@ struct Entry {
   OnDisk disk{};                 // null: in RAM alone
 };
 
-/// Rows on their way into a span.
-struct CopyOf {
-  std::byte* to;
-  const std::byte* from;
-  std::size_t bytes;
-  void run() const { std::memcpy(to, from, bytes); }
+/// What a span gets of the rows that come together. All threads put them there, past the mutex:
+/// nobody reads a span that is open, and whoever gives it up leaves its body to them.
+struct Inflow {
+  SpanId span{};
+  std::int32_t begin = 0;          // the span's first position
+  std::size_t first = 0, end = 0;  // of the tokens: those of the span
+  std::shared_ptr<Body> body{};
+  std::int64_t grown = 0;  // bytes of its memory; several threads add
 };
 
-/// Much of a span at a time, as its K and V come, is copied by all threads, past the mutex: nobody
-/// reads a span that is open, and whoever gives it up leaves its body to these copies.
-struct Apart {
-  std::vector<CopyOf> copies;
-  std::vector<std::shared_ptr<Body>> bodies;
-  void run() const;
+/// A place whose rows come.
+struct Arrival {
+  const Rows<const std::byte>* rows;
+  std::size_t column;  // by the schema
+  std::int32_t width;
 };
 
 /// What is counted since the last call of metrics().
@@ -75,11 +75,10 @@ struct Store::Impl {
   // Under the mutex, unless said otherwise.
   Entry& open_entry(SpanId span, const char* doing);
   Entry& cached_entry(std::size_t i, SpanId span);
-  template <typename Put>
-  void extend(Entry& entry, std::size_t number, std::int32_t position, std::int32_t count,
-              Place place, const RowLayout& layout, const Put& put);
-  void append(std::span<const TokenKey> tokens, std::span<const Rows<const std::byte>> places,
-              std::size_t row_bytes, Apart& apart);
+  std::vector<Inflow> inflows(std::span<const TokenKey> tokens);
+  std::vector<Arrival> arrivals(std::span<const Rows<const std::byte>> places);
+  std::vector<std::shared_ptr<Body>> open_bodies(std::span<const SpanId> ids);
+  void settle(SpanId span, Body& body, std::int64_t bytes);
   void drop(Entries::iterator entry);
   void give_up_body(Entry& entry);
   void wake();
