@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/parallel.h"
+
 namespace lockstep::rollout {
 namespace {
 
 constexpr std::int64_t kRecordAlignment = 256;
+constexpr std::int64_t kTokensALook = 2048;  // at least, of a task
 
 }  // namespace
 
@@ -87,6 +90,24 @@ void KvRecords::give(Batch& batch, TraceSink& sink) const {
   if (!audits.empty() && !batch.audited_keys.empty()) sink.append_all(batch.audited_keys, audits);
 }
 
+/// Of each token of the spans, one behind the other.
+std::vector<std::uint8_t> KvRecords::audits_of(std::span<const HeldSpan> spans) const {
+  std::vector<std::int64_t> first = {0};
+  for (const HeldSpan& held : spans) first.push_back(first.back() + held.span.count);
+  std::vector<std::uint8_t> audits(static_cast<std::size_t>(first.back()));
+  if (audit_ == 0) return audits;
+  parallel_for(first.back(), kTokensALook, [&](std::int64_t begin, std::int64_t end) {
+    auto at = static_cast<std::size_t>(std::ranges::upper_bound(first, begin) - first.begin() - 1);
+    for (std::int64_t i = begin; i < end; ++i) {
+      while (i >= first[at + 1]) ++at;
+      const Span& span = spans[at].span;
+      const TokenKey key = {span.id, span.first + static_cast<std::int32_t>(i - first[at])};
+      audits[static_cast<std::size_t>(i)] = audited_(key) ? 1 : 0;
+    }
+  });
+  return audits;
+}
+
 void KvRecords::hand_on(std::span<const HeldSpan> spans, TraceSink& sink) {
   if (places_.empty()) return;
   std::size_t now = 0;
@@ -108,10 +129,12 @@ void KvRecords::hand_on(std::span<const HeldSpan> spans, TraceSink& sink) {
     begin(batches_[now]);
   };
   begin(batches_[now]);
+  const std::vector<std::uint8_t> audits = audits_of(spans);
+  auto next = audits.begin();
   for (const HeldSpan& held : spans) {
     for (std::int32_t i = 0; i < held.span.count; ++i) {
       const TokenKey key = {held.span.id, held.span.first + i};
-      const bool audited = audit_ > 0 && audited_(key);
+      const bool audited = *next++ != 0;
       const std::int64_t planned = batches_[now].planned;
       if (planned > 0 && planned + each_ + (audited ? audit_ : 0) > batch_bytes_) turn();
       add(batches_[now], key, held, audited);

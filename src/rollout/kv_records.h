@@ -36,7 +36,7 @@ struct KvPlace {
 
 class KvRecords {
  public:
-  /// Is a token audited?
+  /// Is a token audited? Several threads ask.
   using Audited = std::function<bool(TokenKey)>;
 
   /// `batch_bytes` of records are made at a time, audits among them, or a token's. A device makes
@@ -65,6 +65,7 @@ class KvRecords {
     bool underway = false;
   };
 
+  std::vector<std::uint8_t> audits_of(std::span<const HeldSpan> spans) const;
   void add(Batch& batch, TokenKey key, const HeldSpan& span, bool audited) const;
   void make(Batch& batch);
   void give(Batch& batch, TraceSink& sink) const;
