@@ -50,15 +50,7 @@ AuditShape check(const AuditArgs& args) {
   return shape;
 }
 
-}  // namespace
-
-void audit(const AuditArgs& args, Stream stream) {
-  if (args.x.shape[0] == 0) return;
-  const AuditShape shape = check(args);
-  if (args.x.device.kind == Device::Kind::kCuda) {
-    if constexpr (build::has_cuda) return audit_cuda(args, shape, stream);
-    throw Error("audit: x is on a CUDA device, and this build has no CUDA backend");
-  }
+void audit_here(const AuditArgs& args, const AuditShape& shape) {
   const RowLayout& layout = args.layout;
   const bool scaled = args.rule.scale != ScaleFormat::kNone;
   const auto block = static_cast<std::int32_t>(scaled ? layout.block : shape.span);
@@ -97,6 +89,27 @@ void audit(const AuditArgs& args, Stream stream) {
   for (std::int64_t i = 0; i < kNumAuditCounts; ++i) {
     args.counts.data[i * args.counts.stride[0]] += counts[static_cast<std::size_t>(i)];
   }
+}
+
+}  // namespace
+
+void audit(const AuditArgs& args, Stream stream) { audit({&args, 1}, stream); }
+
+void audit(std::span<const AuditArgs> all, Stream stream) {
+  require(all.size() <= kMostAudits, {"audit: ", all.size(), " at a time, at most ", kMostAudits});
+  std::array<AuditShape, kMostAudits> shapes{};
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    require(all[i].x.device == all[0].x.device, {"audit: all must be on one device"});
+    if (all[i].x.shape[0] > 0) shapes[i] = check(all[i]);
+  }
+  if (all.empty()) return;
+  if (all[0].x.device.kind == Device::Kind::kCuda) {
+    if constexpr (build::has_cuda) {
+      return audit_cuda(all, std::span(shapes).first(all.size()), stream);
+    }
+    throw Error("audit: x is on a CUDA device, and this build has no CUDA backend");
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) audit_here(all[i], shapes[i]);
 }
 
 }  // namespace lockstep::kernels

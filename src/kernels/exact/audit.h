@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstddef>
+#include <span>
+
 #include "device/view.h"
 #include "numerics/quantizer.h"
 #include "numerics/row.h"
@@ -37,5 +40,9 @@ struct AuditArgs {
 /// within which guidance is exact: the rollout's x is not recorded, only the interval it lay in.
 /// Damaged records and rows that are not finite are left out. Throws Error naming the argument.
 void audit(const AuditArgs& args, Stream stream = {});
+
+/// Up to kMostAudits on one device, in one launch.
+inline constexpr std::size_t kMostAudits = 16;
+void audit(std::span<const AuditArgs> all, Stream stream = {});
 
 }  // namespace lockstep::kernels

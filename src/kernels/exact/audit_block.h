@@ -96,7 +96,7 @@ constexpr void count_audit(const AuditBlock& block, AuditCounts& counts) {
   }
 }
 
-/// audit() on a CUDA device, of arguments that it has checked; at least one row.
-void audit_cuda(const AuditArgs& args, const AuditShape& shape, Stream stream);
+/// audit() on a CUDA device, of arguments that it has checked; a shape each.
+void audit_cuda(std::span<const AuditArgs> all, std::span<const AuditShape> shapes, Stream stream);
 
 }  // namespace lockstep::kernels

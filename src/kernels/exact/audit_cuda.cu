@@ -1,5 +1,5 @@
 /// audit() on a CUDA device: a block of threads takes a row, a thread its blocks. Audit tokens are
-/// few, so it is the definition and nothing faster.
+/// few, so it is the definition and nothing faster; several places' rows run side by side.
 #include <algorithm>
 
 #include "device/cuda/check.h"
@@ -88,8 +88,16 @@ __device__ void audit_span(const Params& p, std::int64_t row, std::int64_t first
   }
 }
 
-__global__ void __launch_bounds__(kThreads) audit_kernel(const __grid_constant__ Params p) {
+struct AllParams {
+  Params all[kMostAudits];
+};
+static_assert(sizeof(AllParams) <= 4096, "what a launch takes along everywhere");
+
+/// Blocks of one y have one of them.
+__global__ void __launch_bounds__(kThreads) audit_kernel(const __grid_constant__ AllParams all) {
+  const Params& p = all.all[blockIdx.y];
   const std::int64_t row = blockIdx.x;
+  if (row >= p.shape.rows) return;
   const std::int64_t index = row / p.shape.slots;
   if (p.present != nullptr && p.present[index * p.present_stride] == 0) return;
   const std::uint8_t* record = p.records + index * p.record_stride;
@@ -110,8 +118,9 @@ __global__ void __launch_bounds__(kThreads) audit_kernel(const __grid_constant__
 
 }  // namespace
 
-void audit_cuda(const AuditArgs& args, const AuditShape& shape, Stream stream) {
-  const cuda::OnDevice scope(args.x.device.index);
+namespace {
+
+Params params_of(const AuditArgs& args, const AuditShape& shape) {
   Params p{};
   p.x = args.x.data;
   p.operand = args.operand.data;
@@ -127,8 +136,22 @@ void audit_cuda(const AuditArgs& args, const AuditShape& shape, Stream stream) {
   p.layout = args.layout;
   p.shape = shape;
   p.exponent = args.exponent;
-  const auto rows = static_cast<unsigned>(shape.rows);
-  audit_kernel<<<rows, kThreads, 0, cuda::stream_of(stream)>>>(p);
+  return p;
+}
+
+}  // namespace
+
+void audit_cuda(std::span<const AuditArgs> all, std::span<const AuditShape> shapes, Stream stream) {
+  AllParams params{};
+  std::int64_t most = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    params.all[i] = params_of(all[i], shapes[i]);
+    most = std::max(most, shapes[i].rows);
+  }
+  if (most == 0) return;
+  const cuda::OnDevice scope(all[0].x.device.index);
+  const dim3 grid(static_cast<unsigned>(most), static_cast<unsigned>(all.size()));
+  audit_kernel<<<grid, kThreads, 0, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("audit_kernel");
 }
 

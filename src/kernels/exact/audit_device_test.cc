@@ -3,8 +3,10 @@
 
 #include <cmath>
 #include <limits>
+#include <span>
 #include <vector>
 
+#include "base/error.h"
 #include "base/philox.h"
 #include "device/testing.h"
 #include "kernels/exact/audit.h"
@@ -68,31 +70,46 @@ struct Case {
     x[static_cast<std::size_t>(3 * s * c)] = to_bf16(std::numeric_limits<float>::infinity());
   }
 
-  std::vector<std::int64_t> counts(Device device, bool all) const {
-    const std::vector<std::int64_t> before(kNumAuditCounts, 7);
-    const Buffer there[] = {to_device(x, device), to_device(operand, device),
-                            to_device(records, device), to_device(present, device),
-                            to_device(before, device)};
-    AuditArgs args;
-    args.x = {there[0].as<const Bf16>(), {rows, cols}, {cols, 1}, device};
-    args.operand = {there[1].as<const Bf16>(), {rows, cols}, {cols, 1}, device};
-    args.rule = rule;
-    args.layout = layout;
-    const std::int64_t bytes = layout.bytes();
-    args.records = {there[2].as<const std::uint8_t>(), {rows / slots, bytes}, {bytes, 1}, device};
-    if (!all) args.present = {there[3].as<const std::uint8_t>(), {rows / slots}, {1}, device};
-    args.counts = {there[4].as<std::int64_t>(), {kNumAuditCounts}, {1}, device};
-    audit(args);
-    return to_host<std::int64_t>(there[4]);
-  }
+  std::vector<std::int64_t> counts(Device device, bool all) const;
 };
+
+/// A case on a device.
+struct There {
+  There(const Case& c, Device device, bool all)
+      : x(to_device(c.x, device)),
+        operand(to_device(c.operand, device)),
+        records(to_device(c.records, device)),
+        present(to_device(c.present, device)),
+        counts(to_device(std::vector<std::int64_t>(kNumAuditCounts, 7), device)) {
+    const std::int64_t tokens = c.rows / c.slots, bytes = c.layout.bytes();
+    args.x = {x.as<const Bf16>(), {c.rows, c.cols}, {c.cols, 1}, device};
+    args.operand = {operand.as<const Bf16>(), {c.rows, c.cols}, {c.cols, 1}, device};
+    args.rule = c.rule;
+    args.layout = c.layout;
+    args.records = {records.as<const std::uint8_t>(), {tokens, bytes}, {bytes, 1}, device};
+    if (!all) args.present = {present.as<const std::uint8_t>(), {tokens}, {1}, device};
+    args.counts = {counts.as<std::int64_t>(), {kNumAuditCounts}, {1}, device};
+  }
+  Buffer x, operand, records, present, counts;
+  AuditArgs args;
+};
+
+std::vector<std::int64_t> Case::counts(Device device, bool all) const {
+  const There there(*this, device, all);
+  audit(there.args);
+  return to_host<std::int64_t>(there.counts);
+}
+
+std::vector<Case> cases() {
+  return {Case(kToken, 24, 128, 1), Case(kToken, 24, 48, 3), Case(kMx, 15, 96, 1),
+          Case(kMxFp8, 15, 96, 1), Case(kToken, 9, 2048, 1)};
+}
 
 class AuditDevice : public testing::TestWithParam<Device> {};
 INSTANTIATE_TEST_SUITE_P(Devices, AuditDevice, testing::ValuesIn(devices()), name_of_device);
 
 TEST_P(AuditDevice, CountsWhatTheCpuCounts) {
-  for (const Case& c : {Case(kToken, 24, 128, 1), Case(kToken, 24, 48, 3), Case(kMx, 15, 96, 1),
-                        Case(kMxFp8, 15, 96, 1), Case(kToken, 9, 2048, 1)}) {
+  for (const Case& c : cases()) {
     for (const bool all : {true, false}) {
       const std::vector<std::int64_t> want = c.counts({}, all);
       EXPECT_EQ(c.counts(GetParam(), all), want);
@@ -101,6 +118,29 @@ TEST_P(AuditDevice, CountsWhatTheCpuCounts) {
       EXPECT_LT(want[kAuditRows], 7 + c.rows);
     }
   }
+}
+
+TEST_P(AuditDevice, SeveralAtATimeAreEachByItself) {
+  std::vector<There> there;
+  there.reserve(kMostAudits);
+  std::vector<std::vector<std::int64_t>> want;
+  for (std::size_t i = 0; i < kMostAudits; ++i) {
+    const std::vector<Case> all = cases();
+    const Case& c = all[i % all.size()];
+    there.emplace_back(c, GetParam(), i % 2 == 0);
+    want.push_back(c.counts({}, i % 2 == 0));
+  }
+  std::vector<AuditArgs> args;
+  for (const There& one : there) args.push_back(one.args);
+  args[3].x.shape[0] = 0;  // nothing to look at
+  want[3].assign(kNumAuditCounts, 7);
+  audit(args);
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    EXPECT_EQ(to_host<std::int64_t>(there[i].counts), want[i]) << i;
+  }
+  args.push_back(args[0]);
+  EXPECT_THROW(audit(args), Error);
+  audit(std::span<const AuditArgs>());
 }
 
 }  // namespace
