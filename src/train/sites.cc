@@ -14,6 +14,33 @@ using at::Tensor;
 namespace {
 constexpr std::size_t kReadTokens = 512;     // whose records a task reads, at least
 constexpr std::int64_t kDecodeTokens = 512;  // whose experts a task takes out of them, at least
+constexpr std::int64_t kLookTokens = 2048;   // of which a task sees whether they are audited
+
+/// Tasks end where spans do, so that none unpacks what another does too.
+std::vector<std::size_t> task_cuts(std::span<const TokenKey> keys) {
+  std::vector<std::size_t> cuts = {0};
+  for (std::size_t i = 1; i < keys.size(); ++i) {
+    if (keys[i].span != keys[i - 1].span && i - cuts.back() >= kReadTokens) cuts.push_back(i);
+  }
+  cuts.push_back(keys.size());
+  return cuts;
+}
+
+/// Which of `keys` are.
+std::vector<std::size_t> audited_of(std::span<const TokenKey> keys, const Agreement& agreement) {
+  std::vector<std::uint8_t> is(keys.size());
+  parallel_for(std::ssize(keys), kLookTokens, [&](std::int64_t first, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
+      is[i] = audited(agreement.seed, keys[i], agreement.guide.audit_every) ? 1 : 0;
+    }
+  });
+  std::vector<std::size_t> which;
+  for (std::size_t i = 0; i < is.size(); ++i) {
+    if (is[i] != 0) which.push_back(i);
+  }
+  return which;
+}
+
 }  // namespace
 
 Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const TraceSource* trace,
@@ -26,10 +53,9 @@ Sites::Sites(const Agreement& agreement, const Qat& qat, const Pack& pack, const
       tally_(tally),
       reveal_(reveal),
       own_(own) {
-  if (trace == nullptr || tally == nullptr) return;
-  for (std::size_t i = 0; i < pack.keys.size(); ++i) {
-    if (audited(agreement.seed, pack.keys[i], agreement.guide.audit_every)) audited_.push_back(i);
-  }
+  if (trace == nullptr) return;
+  cuts_ = task_cuts(pack.keys);
+  if (tally != nullptr) audited_ = audited_of(pack.keys, agreement);
 }
 
 bool Sites::quantized(Place place) const {
@@ -74,20 +100,12 @@ void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
                       std::uint8_t* present) const {
   if (pack_.keys.empty()) return;
   const auto width = static_cast<std::size_t>(layout.bytes());
-  // Tasks end where spans do, so that none unpacks what another does too.
-  std::vector<std::size_t> cuts = {0};
-  for (std::size_t i = 1; i < pack_.keys.size(); ++i) {
-    if (pack_.keys[i].span != pack_.keys[i - 1].span && i - cuts.back() >= kReadTokens) {
-      cuts.push_back(i);
-    }
-  }
-  cuts.push_back(pack_.keys.size());
   // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
   const bool same = names_all_rows();
   const std::span<const TokenKey> keys(pack_.keys);
-  parallel_for(std::ssize(cuts) - 1, 1, [&](std::int64_t first, std::int64_t end) {
-    const std::size_t at = cuts[static_cast<std::size_t>(first)];
-    const std::size_t n = cuts[static_cast<std::size_t>(end)] - at;
+  parallel_for(std::ssize(cuts_) - 1, 1, [&](std::int64_t first, std::int64_t end) {
+    const std::size_t at = cuts_[static_cast<std::size_t>(first)];
+    const std::size_t n = cuts_[static_cast<std::size_t>(end)] - at;
     std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
     std::uint8_t* const to = same ? bytes + at * width : room.data();
     std::uint8_t* const there = same ? present + at : flags.data();
@@ -106,8 +124,8 @@ void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
 namespace {
 
 /// Copies a record's experts; false where they are not K distinct ones, which no router wrote.
-bool decode(const std::uint8_t* record, Encoding encoding, std::int64_t k, std::int64_t experts,
-            std::int64_t* out) {
+bool decode(const std::uint8_t* record, Encoding encoding, std::int64_t k, std::int32_t experts,
+            std::int32_t* out) {
   for (std::int64_t j = 0; j < k; ++j) {
     out[j] = encoding == Encoding::kExperts8 ? record[j] : record[2 * j] | record[2 * j + 1] << 8;
     if (out[j] >= experts || std::find(out, out + j, out[j]) != out + j) return false;
@@ -115,7 +133,7 @@ bool decode(const std::uint8_t* record, Encoding encoding, std::int64_t k, std::
   return true;
 }
 
-bool same_set(const std::int64_t* a, const std::int64_t* b, std::int64_t k) {
+bool same_set(const std::int64_t* a, const std::int32_t* b, std::int64_t k) {
   return std::all_of(a, a + k, [&](std::int64_t e) { return std::find(b, b + k, e) != b + k; });
 }
 
@@ -129,10 +147,8 @@ Tensor Sites::experts(Layer layer, const Tensor& p) const {
         follow_there(layer, chosen);
       }
     }
-  } else if (own_.follow != nullptr) {
-    follow(own(layer, chosen.size(1)), chosen);
-  } else if (follows_routes(layer)) {
-    follow(recorded(layer, chosen.size(1)), chosen);
+  } else if (own_.follow != nullptr || follows_routes(layer)) {
+    follow(layer, chosen);
   }
   if (own_.keep != nullptr) keep_own(layer, chosen);
   show_experts(layer, chosen);
@@ -143,33 +159,43 @@ bool Sites::follows_routes(Layer layer) const {
   return trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone;
 }
 
-Sites::Choice Sites::recorded(Layer layer, std::int64_t k) const {
-  const Place place = {layer, Site::kRouter};
-  const Encoding encoding = agreement_.encoding(place);
-  const Records records = read(place, encoding);
-  const auto width = static_cast<std::size_t>(records.layout.bytes());
-  Choice choice = {std::vector<std::int64_t>(records.present.size() * static_cast<std::size_t>(k)),
-                   records.present};
-  parallel_for(
-      std::ssize(choice.present), kDecodeTokens, [&](std::int64_t first, std::int64_t end) {
-        for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(end); ++t) {
-          if (choice.present[t] != 0 &&
-              !decode(&records.bytes[t * width], encoding, k, agreement_.model.num_experts,
-                      choice.experts.data() + static_cast<std::ptrdiff_t>(t) * k)) {
-            choice.present[t] = 0;
-          }
-        }
-      });
-  return choice;
+/// Those of an earlier pass where there are any, or the recorded ones.
+void Sites::choose(Layer layer, const Choice& into) const {
+  own_.follow != nullptr ? own(layer, into) : recorded(layer, into);
 }
 
-void Sites::follow(const Choice& choice, const Tensor& chosen) const {
+void Sites::recorded(Layer layer, const Choice& into) const {
+  const Place place = {layer, Site::kRouter};
+  const RowLayout layout = agreement_.layout(place, agreement_.encoding(place));
+  const std::int64_t k = agreement_.model.experts_per_token;
+  const auto width = static_cast<std::size_t>(layout.bytes());
+  std::vector<std::uint8_t> records(static_cast<std::size_t>(pack_.rows()) * width);
+  read_into(place, layout, records.data(), into.present);
+  parallel_for(pack_.rows(), kDecodeTokens, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t t = first; t < end; ++t) {
+      std::int32_t* const experts = into.experts + t * k;
+      const std::uint8_t* const record = &records[static_cast<std::size_t>(t) * width];
+      if (into.present[t] != 0 &&
+          decode(record, layout.encoding, k, agreement_.model.num_experts, experts)) {
+        continue;
+      }
+      into.present[t] = 0;
+      std::fill_n(experts, k, 0);
+    }
+  });
+}
+
+void Sites::follow(Layer layer, const Tensor& chosen) const {
   const std::int64_t k = chosen.size(1);
+  const auto rows = static_cast<std::size_t>(pack_.rows());
+  std::vector<std::int32_t> experts(rows * static_cast<std::size_t>(k));
+  std::vector<std::uint8_t> present(rows);
+  choose(layer, {experts.data(), present.data()});
   std::int64_t* native = chosen.data_ptr<std::int64_t>();
-  const std::int64_t* other = choice.experts.data();
+  const std::int32_t* other = experts.data();
   std::int64_t followed = 0, mismatched = 0;
-  for (const std::uint8_t present : choice.present) {
-    if (present != 0) {
+  for (const std::uint8_t is : present) {
+    if (is != 0) {
       ++followed;
       mismatched += same_set(native, other, k) ? 0 : 1;
       std::copy_n(other, k, native);
@@ -186,22 +212,22 @@ std::size_t Sites::route_at(Layer layer, std::int64_t position) const {
                                   agreement_.model.experts_per_token);
 }
 
-Sites::Choice Sites::own(Layer layer, std::int64_t k) const {
-  const auto rows = static_cast<std::size_t>(pack_.rows());
-  Choice choice = {std::vector<std::int64_t>(rows * static_cast<std::size_t>(k)),
-                   std::vector<std::uint8_t>(rows)};
+void Sites::own(Layer layer, const Choice& into) const {
+  const std::int64_t k = agreement_.model.experts_per_token;
   for (std::size_t i = 0; i < pack_.start.size(); ++i) {
     const std::vector<std::uint16_t>& routes = (*own_.follow)[pack_.first + i];
-    if (routes.empty()) continue;
     const std::int64_t end = i + 1 < pack_.start.size() ? pack_.start[i + 1] : pack_.rows();
     for (std::int64_t row = pack_.start[i]; row < end; ++row) {
+      if (routes.empty()) {
+        std::fill_n(into.experts + row * k, k, 0);
+        continue;
+      }
       const auto from =
           routes.begin() + static_cast<std::ptrdiff_t>(route_at(layer, row - pack_.start[i]));
-      std::copy_n(from, k, choice.experts.begin() + row * k);
-      choice.present[static_cast<std::size_t>(row)] = 1;
+      std::copy_n(from, k, into.experts + row * k);
+      into.present[row] = 1;
     }
   }
-  return choice;
 }
 
 void Sites::keep_own(Layer layer, const Tensor& chosen) const {

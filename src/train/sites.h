@@ -48,6 +48,10 @@ class Sites {
     }
   }
 
+  /// The pass has been given to a CUDA device: what is counted there comes behind it.
+  void fetch() const {
+    if constexpr (build::has_cuda) fetch_there();
+  }
   /// Adds to the tally what was counted on a CUDA device, for which it waits; call it once, when
   /// the pass is through.
   void settle() const {
@@ -106,22 +110,27 @@ class Sites {
   void show_experts(Layer layer, const at::Tensor& chosen) const;
   /// Other experts than the router's, for some rows.
   struct Choice {
-    std::vector<std::int64_t> experts;  // [rows, K]
-    std::vector<std::uint8_t> present;  // [rows]
+    std::int32_t* experts;  // [rows, K]
+    std::uint8_t* present;  // [rows] zeros before
   };
   bool follows_routes(Layer layer) const;
-  Choice recorded(Layer layer, std::int64_t k) const;
-  Choice own(Layer layer, std::int64_t k) const;
-  void follow(const Choice& choice, const at::Tensor& chosen) const;
+  void choose(Layer layer, const Choice& into) const;
+  void recorded(Layer layer, const Choice& into) const;
+  void own(Layer layer, const Choice& into) const;
+  void follow(Layer layer, const at::Tensor& chosen) const;
   /// On a CUDA device: sites_cuda.cc.
   struct There;
   void read_ahead_there(const at::Device& device, std::int64_t most_bytes);
   std::int64_t bytes_ahead(Place place) const;
+  void fetch_there() const;
   void settle_there() const;
+  void audit_held() const;
   void compensate_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const;
   void audit_unrounded(Place place, const at::Tensor& x) const;
   void audit_there(Place place, std::int64_t cols, const There& records, const at::Tensor& before,
                    const at::Tensor& after) const;
+  at::Tensor audit_index(const at::Device& device) const;
+  void gather_audited(std::span<const Bf16* const> from, std::span<const at::Tensor> to) const;
   There bring(Place place, const at::Device& device) const;
   There there(Place place, const at::Device& device) const;
   void follow_there(Layer layer, const at::Tensor& chosen) const;
@@ -129,7 +138,6 @@ class Sites {
   std::size_t route_at(Layer layer, std::int64_t position) const;
   void count_routes(std::int64_t followed, std::int64_t mismatched) const;
   std::vector<Bf16> audited_rows(const Bf16* x, std::int64_t width) const;
-  at::Tensor audited_there(const at::Tensor& x) const;
   void audit(Place place, std::int64_t cols, const std::vector<Bf16>& before,
              const std::vector<Bf16>& after) const;
   void count_audit(Place place, std::span<const std::int64_t> counts, bool rounded) const;
@@ -142,9 +150,10 @@ class Sites {
   Tally* tally_;
   Reveal reveal_;
   OwnRoutes own_;
+  std::vector<std::size_t> cuts_;     // of pack.keys, where tasks that read may begin
   std::vector<std::size_t> audited_;  // which of pack.keys
   struct Later;
-  Later& later() const;
+  at::Tensor counts_there(const at::Device& device) const;
   mutable std::shared_ptr<Later> later_;  // where something was counted on a CUDA device
   struct Ahead;
   std::shared_ptr<Ahead> ahead_;  // after read_ahead() on one

@@ -8,13 +8,14 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "kernels/dense/elementwise.h"
 #include "kernels/exact/audit.h"
 #include "kernels/exact/guide.h"
 #include "kernels/exact/quantize.h"
@@ -34,14 +35,24 @@ struct Sites::Later {
     bool rounded = false;
   };
 
-  at::Tensor counts;                   // int64 [kNumSites, kNumGuideCounts]
-  std::array<std::int64_t, 4> cols{};  // of the site's rows
-  at::Tensor mismatched;               // int64 [1] rows that their router would route elsewhere
+  static constexpr std::int64_t kSites = 4;
+  static constexpr std::int64_t kMismatched = kSites * kernels::kNumGuideCounts;
+  static constexpr std::int64_t kAudits = kMismatched + 1;
+
+  /// int64: of guidance by site; rows that their router would route elsewhere; of each audit.
+  at::Tensor counts;
+  at::Tensor here;                     // the same, on the host once they have `arrived`
+  std::optional<c10::Event> arrived;   // after fetch()
+  std::array<std::int64_t, 4> cols{};  // of the site's rows, where it is guided
   std::int64_t followed = 0;
   std::int64_t layers = 0;  // whose routes were followed
-  at::Tensor audited;       // int64, rows of the pass
+  at::Tensor audited;       // int32, rows of the pass
   std::vector<Audit> audits;
-  at::Tensor audit_counts;  // int64, kNumAuditCounts each
+
+  // Audits that have not been given to the device yet, and what they look at.
+  std::vector<kernels::AuditArgs> held;
+  std::vector<at::Tensor> held_rows;
+  std::int64_t held_bytes = 0;
 };
 
 /// A place's records on the device.
@@ -66,14 +77,10 @@ struct Sites::Ahead : ReadAhead<Place, There> {
 
 namespace {
 
+constexpr std::int64_t kMostHeld = 64 << 20;  // bytes of rows that wait to be audited
+
 Tensor pinned(at::IntArrayRef shape, at::ScalarType type) {
   return at::empty(shape, at::TensorOptions(type).pinned_memory(true));
-}
-
-Tensor pinned_copy(const void* from, at::IntArrayRef shape, at::ScalarType type) {
-  const Tensor copy = pinned(shape, type);
-  std::memcpy(copy.data_ptr(), from, copy.nbytes());
-  return copy;
 }
 
 std::uint8_t* bytes_of(const Tensor& x) { return static_cast<std::uint8_t*>(x.data_ptr()); }
@@ -100,13 +107,13 @@ c10::Stream reading_stream(const at::Device& device) {
 Sites::There Sites::bring(Place place, const at::Device& device) const {
   There there;
   if (place.site == Site::kRouter) {
-    const std::int64_t k = agreement_.model.experts_per_token;
-    const Choice choice = own_.follow != nullptr ? own(place.layer, k) : recorded(place.layer, k);
-    there.rows = pinned({pack_.rows(), k}, at::kInt);
-    std::ranges::transform(choice.experts, there.rows.data_ptr<std::int32_t>(),
-                           [](std::int64_t expert) { return static_cast<std::int32_t>(expert); });
-    there.present = pinned_copy(choice.present.data(), {pack_.rows()}, at::kByte);
-    there.followed = std::ranges::count_if(choice.present, [](auto x) { return x != 0; });
+    there.rows = pinned({pack_.rows(), agreement_.model.experts_per_token}, at::kInt);
+    there.present = pinned({pack_.rows()}, at::kByte);
+    std::uint8_t* const present = bytes_of(there.present);
+    std::fill_n(present, pack_.rows(), std::uint8_t{0});
+    choose(place.layer, {there.rows.data_ptr<std::int32_t>(), present});
+    there.followed =
+        std::count_if(present, present + pack_.rows(), [](auto is) { return is != 0; });
   } else if (imitates(place) && follows(place)) {
     there.layout = agreement_.layout(place, agreement_.encoding(place));
     there.rows = pinned({pack_.rows(), there.layout.bytes()}, at::kByte);
@@ -198,35 +205,36 @@ void Sites::follow_there(Layer layer, const Tensor& chosen) const {
   const There choice = there({layer, Site::kRouter}, chosen.device());
   Tensor mismatched;
   if (tally_ != nullptr) {
-    if (!later().mismatched.defined()) {
-      later().mismatched = at::zeros({1}, chosen.options().dtype(at::kLong));
-    }
-    mismatched = later().mismatched;
-    later().followed += choice.followed;
-    ++later().layers;
+    mismatched = counts_there(chosen.device()).narrow(0, Later::kMismatched, 1);
+    later_->followed += choice.followed;
+    ++later_->layers;
   }
   ops::cuda::follow(choice.rows, choice.present, chosen, mismatched);
 }
 
-Sites::Later& Sites::later() const {
-  if (later_ == nullptr) later_ = std::make_shared<Later>();
-  return *later_;
+/// What the pass counts there, which the tally gets.
+Tensor Sites::counts_there(const at::Device& device) const {
+  if (later_ == nullptr) {
+    later_ = std::make_shared<Later>();
+    const std::int64_t audits = Later::kSites * agreement_.model.num_layers;
+    later_->counts = at::zeros({Later::kAudits + audits * kernels::kNumAuditCounts},
+                               at::TensorOptions(device).dtype(at::kLong));
+  }
+  return later_->counts;
 }
 
 void Sites::audit_unrounded(Place place, const Tensor& x) const {
-  audit_there(place, x.size(1), there(place, x.device()), audited_there(x.detach()), {});
+  const Tensor rows = x.detach().view({pack_.rows(), -1});
+  audit_there(place, x.size(1), there(place, x.device()),
+              rows.index_select(0, audit_index(x.device())).to(at::kBFloat16), {});
 }
 
-/// Counts beside the other work; settle() adds it up. `before` and `after` are the audit tokens'
-/// rows; without `after` they are not rounded.
+/// `before` and `after` are the audit tokens' rows; without `after` they are not rounded.
 void Sites::audit_there(Place place, std::int64_t cols, const There& records, const Tensor& before,
                         const Tensor& after) const {
-  constexpr std::int64_t kSites = 4, kCounts = kernels::kNumAuditCounts;
-  Later& later = this->later();
-  if (!later.audit_counts.defined()) {
-    later.audit_counts = at::zeros({agreement_.model.num_layers * kSites, kCounts},
-                                   before.options().dtype(at::kLong));
-  }
+  std::int64_t* const counts = counts_there(before.device()).data_ptr<std::int64_t>() +
+                               Later::kAudits +
+                               std::ssize(later_->audits) * kernels::kNumAuditCounts;
   const Device device = ops::house_device(before);
   const std::int64_t rows = before.numel() / cols, tokens = records.codes.size(0);
   const auto view = [&](const Tensor& x) {
@@ -234,7 +242,7 @@ void Sites::audit_there(Place place, std::int64_t cols, const There& records, co
         static_cast<const Bf16*>(x.const_data_ptr()), {rows, cols}, {cols, 1}, device};
   };
   const std::int64_t width = records.code_layout.bytes();
-  kernels::audit(
+  later_->held.push_back(
       {.x = view(before),
        .operand = view(after.defined() ? after : before),
        .rule = agreement_.rule(place.site),
@@ -243,23 +251,53 @@ void Sites::audit_there(Place place, std::int64_t cols, const There& records, co
            {records.codes.const_data_ptr<std::uint8_t>(), {tokens, width}, {width, 1}, device},
        .present = {records.codes_present.const_data_ptr<std::uint8_t>(), {tokens}, {1}, device},
        .exponent = exponent(place),
-       .counts = {later.audit_counts.data_ptr<std::int64_t>() + std::ssize(later.audits) * kCounts,
-                  {kCounts},
-                  {1},
-                  device}},
-      ops::stream_on(device));
-  later.audits.push_back({place, after.defined()});
+       .counts = {counts, {kernels::kNumAuditCounts}, {1}, device}});
+  for (const Tensor& x : {before, after, records.codes, records.codes_present}) {
+    if (!x.defined()) continue;
+    later_->held_rows.push_back(x);
+    later_->held_bytes += static_cast<std::int64_t>(x.nbytes());
+  }
+  later_->audits.push_back({place, after.defined()});
+  if (later_->held.size() == kernels::kMostAudits || later_->held_bytes >= kMostHeld) audit_held();
 }
 
-/// The audit tokens' rows of x, in BF16.
-Tensor Sites::audited_there(const Tensor& x) const {
-  Tensor& index = later().audited;
-  if (!index.defined()) {
-    std::vector<std::int64_t> rows;
-    for (const std::size_t i : audited_) rows.push_back(pack_.key_row[i]);
-    index = ops::upload(ops::over(rows, at::kLong), x.device());
+/// Counts beside the other work.
+void Sites::audit_held() const {
+  if (later_->held.empty()) return;
+  kernels::audit(later_->held, ops::stream_on(later_->held[0].x.device));
+  later_->held.clear();
+  later_->held_rows.clear();
+  later_->held_bytes = 0;
+}
+
+Tensor Sites::audit_index(const at::Device& device) const {
+  counts_there(device);
+  if (!later_->audited.defined()) {
+    std::vector<std::int32_t> rows;
+    for (const std::size_t i : audited_) {
+      rows.push_back(static_cast<std::int32_t>(pack_.key_row[i]));
+    }
+    later_->audited = ops::upload(ops::over(rows, at::kInt), device);
   }
-  return x.view({pack_.rows(), -1}).index_select(0, index).to(at::kBFloat16);
+  return later_->audited;
+}
+
+/// The audit tokens' rows of matrices that have as many as the pass.
+void Sites::gather_audited(std::span<const Bf16* const> from, std::span<const Tensor> to) const {
+  std::vector<kernels::GatherArgs> all;
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const Device device = ops::house_device(to[i]);
+    const std::int64_t bytes = to[i].size(1) * std::int64_t{sizeof(Bf16)};
+    all.push_back({{reinterpret_cast<const std::uint8_t*>(from[i]),
+                    {pack_.rows(), bytes},
+                    {bytes, 1},
+                    device},
+                   {bytes_of(to[i]), {to[i].size(0), bytes}, {bytes, 1}, device}});
+  }
+  const Tensor index = audit_index(to[0].device());
+  kernels::gather_rows(
+      all, {index.const_data_ptr<std::int32_t>(), static_cast<std::size_t>(index.numel())},
+      ops::stream_on(ops::house_device(index)));
 }
 
 /// compensate() of `from` into `to`.
@@ -300,18 +338,25 @@ void Sites::compensate_there(Place place, TensorView<const Bf16, 2> from,
 void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const {
   const at::Device device = ops::torch_device(to.device);
   const auto numbers = at::TensorOptions(device).dtype(at::kBFloat16);
-  const auto rows_at = [&](const Bf16* data) {
-    return audited_there(
-        at::from_blob(const_cast<Bf16*>(data), {to.shape[0] * to.shape[1]}, numbers));
-  };
   There records;
   if (follows(place) || audits(place)) records = there(place, device);
-  Tensor before;
-  if (audits(place)) before = rows_at(from.data);
+  std::array<Tensor, 2> rows;  // of audit tokens, before and after
+  const bool in_place = from.data == to.data;
+  if (audits(place)) {
+    const std::int64_t width = to.shape[0] * to.shape[1] / pack_.rows();
+    for (Tensor& x : rows) x = at::empty({std::ssize(audited_), width}, numbers);
+    if (in_place) gather_audited(std::array{from.data}, std::span(rows).first(1));
+  }
+  const auto audit_rows = [&] {
+    if (!audits(place)) return;
+    const std::array both = {from.data, static_cast<const Bf16*>(to.data)};
+    const std::size_t done = in_place ? 1 : 0;
+    gather_audited(std::span(both).subspan(done), std::span(rows).subspan(done));
+    audit_there(place, to.shape[1], records, rows[0], rows[1]);
+  };
   if (compensates(place)) {
     compensate_there(place, from, to);
-    if (before.defined()) audit_there(place, to.shape[1], records, before, rows_at(to.data));
-    return;
+    return audit_rows();
   }
 
   kernels::GuideArgs args = {.x = from, .rule = agreement_.rule(place.site), .out = to};
@@ -325,12 +370,8 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
     args.present = {records.present.const_data_ptr<std::uint8_t>(), {pack_.rows()}, {1}, to.device};
     if (tally_ != nullptr) {
       const auto site = static_cast<std::size_t>(place.site);
-      Tensor& counts = later().counts;
-      if (!counts.defined()) {
-        counts = at::zeros({std::ssize(later().cols), kernels::kNumGuideCounts},
-                           numbers.dtype(at::kLong));
-      }
-      later().cols[site] = to.shape[1];
+      const Tensor counts = counts_there(device);
+      later_->cols[site] = to.shape[1];
       args.counts = {counts.data_ptr<std::int64_t>() + site * kernels::kNumGuideCounts,
                      {kernels::kNumGuideCounts},
                      {1},
@@ -338,30 +379,38 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
     }
   }
   kernels::guide(args, ops::stream_on(to.device));
-  if (before.defined()) audit_there(place, to.shape[1], records, before, rows_at(to.data));
+  audit_rows();
+}
+
+void Sites::fetch_there() const {
+  if (later_ == nullptr) return;
+  audit_held();
+  later_->here = pinned({later_->counts.numel()}, at::kLong);
+  later_->here.copy_(later_->counts, /*non_blocking=*/true);
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  later_->arrived.emplace(at::kCUDA);
+  later_->arrived->record(guard.getStream(later_->counts.device()));
 }
 
 void Sites::settle_there() const {
   if (later_ == nullptr) return;
-  if (later().counts.defined()) {
-    const Tensor here = later().counts.cpu();
-    const std::int64_t* counts = here.const_data_ptr<std::int64_t>();
-    for (std::size_t i = 0; i < later().cols.size(); ++i, counts += kernels::kNumGuideCounts) {
-      count(static_cast<Site>(i), {counts, kernels::kNumGuideCounts}, later().cols[i]);
-    }
+  if (!later_->arrived) fetch_there();
+  later_->arrived->synchronize();
+  const std::int64_t* const counts = later_->here.const_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < later_->cols.size(); ++i) {
+    count(static_cast<Site>(i), {counts + i * kernels::kNumGuideCounts, kernels::kNumGuideCounts},
+          later_->cols[i]);
   }
-  if (later().mismatched.defined()) {
-    tally_->routes_followed += later().followed;
-    tally_->routes_absent += pack_.rows() * later().layers - later().followed;
-    tally_->routes_mismatched += later().mismatched.item<std::int64_t>();
+  if (later_->layers > 0) {
+    tally_->routes_followed += later_->followed;
+    tally_->routes_absent += pack_.rows() * later_->layers - later_->followed;
+    tally_->routes_mismatched += counts[Later::kMismatched];
   }
-  if (!later().audits.empty()) {
-    const Tensor here = later().audit_counts.cpu();
-    const std::int64_t* counts = here.const_data_ptr<std::int64_t>();
-    for (const auto& [place, rounded] : later().audits) {
-      count_audit(place, {counts, kernels::kNumAuditCounts}, rounded);
-      counts += kernels::kNumAuditCounts;
-    }
+  for (std::size_t i = 0; i < later_->audits.size(); ++i) {
+    const auto& [place, rounded] = later_->audits[i];
+    count_audit(place,
+                {counts + Later::kAudits + i * kernels::kNumAuditCounts, kernels::kNumAuditCounts},
+                rounded);
   }
   later_.reset();
 }

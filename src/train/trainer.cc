@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -200,7 +201,7 @@ struct Trainer::Impl {
                     const Reveal& reveal, Routes* chosen) const;
   double accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                     const Sites& sites, const TraceSource* trace, const TokenLoss& loss,
-                    OwnRoutes own, const std::function<void()>& before_backward);
+                    OwnRoutes own, const std::function<void()>& after_forward);
   void check(const Routes& routes, std::span<const Trajectory> batch) const;
 
   const Agreement agreement;
@@ -318,9 +319,15 @@ void require_runs(Device device) { ops::prepare_torch(device); }
 double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, const Pack& pack,
                                  const Sites& sites, const TraceSource* trace,
                                  const TokenLoss& loss, OwnRoutes own,
-                                 const std::function<void()>& before_backward) {
+                                 const std::function<void()>& after_forward) {
   std::vector<Step> steps;
   const Tensor h = forward(lane.network, pack, sites, &steps);
+  // While a device is still at work on that.
+  sites.fetch();
+  after_forward();
+  // What is computed again was counted the first time.
+  std::optional<Sites> again;
+  if (options.recompute) again.emplace(agreement, qat, pack, trace, nullptr, Reveal{}, own);
   const Scores scores = lane.network.score(h, pack, true);
   lane.tally.entropy += scores.entropy;
   lane.tally.scored += static_cast<std::int64_t>(scores.logp.size());
@@ -347,16 +354,13 @@ double Trainer::Impl::accumulate(Lane& lane, std::span<const Trajectory> batch, 
   }
   sites.settle();
   if (scores.logp.empty()) return total;
-  before_backward();
 
   std::vector<float> upstream(scores.logp.size()), top_upstream(scores.top_logp.size());
   each_scored(batch, pack, [&](std::size_t i, std::size_t t, std::size_t s) {
     upstream[s] = dlogp[i - pack.first][t];
     std::copy_n(row(dtop_logp[i - pack.first], t), k, row(top_upstream, s));
   });
-  // What is computed again was counted the first time.
-  const Sites again(agreement, qat, pack, trace, nullptr, {}, own);
-  backward(lane.network, pack, again, steps,
+  backward(lane.network, pack, again ? *again : sites, steps,
            lane.network.score_backward(scores, pack, upstream, top_upstream));
   return total;
 }
