@@ -222,19 +222,18 @@ std::vector<std::shared_ptr<Body>> Store::Impl::open_bodies(std::span<const Span
 }
 
 /// A span whose columns are closed is sealed, unless it was given up in the meantime.
-void Store::Impl::settle(SpanId span, Body& body, std::int64_t bytes) {
+void Store::Impl::settle(SpanId span, const Body& body, Size size) {
   const auto found = spans.find(span.value);
   if (found == spans.end() || found->second.body.get() != &body) return;
   Entry& entry = found->second;
-  const std::int32_t end = body.end();
-  ram_used += bytes - entry.body_bytes;
-  entry.body_bytes = bytes;
-  entry.span.count = std::max(entry.span.count, end - entry.span.first);
+  ram_used += size.bytes - entry.body_bytes;
+  entry.body_bytes = size.bytes;
+  entry.span.count = std::max(entry.span.count, size.end - entry.span.first);
   entry.sealed = true;
   entry.order = next_order++;
   --open_spans;
-  counts.tokens_sealed += std::max(0, end - entry.span.first);
-  counts.bytes_sealed += bytes;
+  counts.tokens_sealed += std::max(0, size.end - entry.span.first);
+  counts.bytes_sealed += size.bytes;
   if (entry.span.version.value < floor_version) return drop(found);
   unspilled[entry.order] = span.value;
 }
@@ -446,16 +445,16 @@ void Store::seal_all(std::span<const SpanId> ids) {
   std::unique_lock lock(s.mutex);
   const std::vector<std::shared_ptr<Body>> bodies = s.open_bodies(ids);
   lock.unlock();
-  std::vector<std::int64_t> bytes(ids.size());
+  std::vector<Impl::Size> sizes(ids.size());
   parallel_for(std::ssize(ids), kSpansATask, [&](std::int64_t first, std::int64_t end) {
     for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
       for (Column& column : bodies[i]->columns) column.close();
-      bytes[i] = bodies[i]->capacity_bytes();
+      sizes[i] = {bodies[i]->capacity_bytes(), bodies[i]->end()};
     }
   });
   lock.lock();
   s.recent.clear();
-  for (std::size_t i = 0; i < ids.size(); ++i) s.settle(ids[i], *bodies[i], bytes[i]);
+  for (std::size_t i = 0; i < ids.size(); ++i) s.settle(ids[i], *bodies[i], sizes[i]);
   s.wake_if_pressed();
 }
 

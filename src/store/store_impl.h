@@ -78,7 +78,11 @@ struct Store::Impl {
   std::vector<Inflow> inflows(std::span<const TokenKey> tokens);
   std::vector<Arrival> arrivals(std::span<const Rows<const std::byte>> places);
   std::vector<std::shared_ptr<Body>> open_bodies(std::span<const SpanId> ids);
-  void settle(SpanId span, Body& body, std::int64_t bytes);
+  struct Size {
+    std::int64_t bytes = 0;  // of memory
+    std::int32_t end = 0;    // past the last position
+  };
+  void settle(SpanId span, const Body& body, Size size);
   void drop(Entries::iterator entry);
   void give_up_body(Entry& entry);
   void wake();
