@@ -198,7 +198,7 @@ def test_R26_a_resumed_run_keeps_what_calibration_found(tmp_path, key, arm):
     flipped = value.translate(str.maketrans("01", "10")) if isinstance(value, str) else [
         n + 1 for n in value]
     other = json.dumps(flipped)
-    refused(call(command(part, 2, *arm, f"{key}={other}")), 1, key)
+    refused(call(command(part, 2, *arm, f"{key}={other}")), 2, key)
 
 
 # --- the disk -------------------------------------------------------------------------------------

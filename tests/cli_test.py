@@ -96,9 +96,9 @@ def test_recipe_is_refused(tmp_path, assignment, words):
 
 def test_missing_files(tmp_path):
     refused(lockstep("train", tmp_path / "none.toml"), 2, "none.toml")
-    refused(train(tmp_path, "model=no/such/model"), 1, "model", "no/such/model")
-    refused(train(tmp_path, "task.name=jsonl", "task.file=no.jsonl"), 1, "no.jsonl")
-    refused(lockstep("rollout", "--score", tmp_path / "none.jsonl"), 1, "none.jsonl")
+    refused(train(tmp_path, "model=no/such/model"), 2, "model", "no/such/model")
+    refused(train(tmp_path, "task.name=jsonl", "task.file=no.jsonl"), 2, "no.jsonl")
+    refused(lockstep("rollout", "--score", tmp_path / "none.jsonl"), 2, "none.jsonl")
     assert not (tmp_path / "run").exists()
 
 
@@ -112,6 +112,44 @@ def test_the_recipe_of_the_document_trains(tmp_path):
         for n in range(10, 40)))
     done = lockstep("train", "my.toml", *SMALL, "--run", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 0 and "step 2/2" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("args", [
+    ["diff", "no/such", "x"],
+    ["diff", ".", "."],
+    ["diff", MODEL / "model.safetensors", MODEL / "model.safetensors", "--contract", "zz"],
+    ["diff", MODEL / "model.safetensors", MODEL / "model.safetensors", "arm=zz"],
+    ["diff", MODEL / "model.safetensors", MODEL / "model.safetensors", "--tolerance", "nan"],
+    ["inspect", MODEL, "--contract", "zz"],
+    ["inspect", "no/such"],
+    ["inspect", MODEL, "--why", "no/such:2", "--place", "1.k", "--position", "2"],
+    ["report", "no/such"],
+    ["verify", "no/such"],
+    ["verify", "model=README.md"],
+    ["eval", "no/such"],
+    ["eval", "--n", "1000000000"],
+    ["decompose", "no/such"],
+    ["decompose", "--n", "1000000000"],
+    ["dump", "no/such", "--score", "x", "--out", "y"],
+    ["dump", MODEL, "--score", "no/such", "--out", "y"],
+    ["rollout", "--trace", ROOT / "README.md"],
+    ["rollout", "task.name=jsonl", "task.file=no/such"],
+    ["sft", "no/such"],
+    ["sft", ROOT / "recipes/tiny_sft.toml", "model=no/such"],
+    ["sft", ROOT / "recipes/tiny_sft.toml", "--out", ROOT / "README.md"],
+    ["compare", "no/such"],
+    ["compare", ROOT / "recipes/demo.toml", "--arms", "bf16", "model=no/such", "--run", "x"],
+    ["demo", "no/such"],
+    ["demo", "model=no/such", "--run", "x"],
+    ["doctor", "no/such"],
+    ["doctor", ROOT / "recipes/demo.toml", "model=no/such"],
+    ["doctor", ROOT / "recipes/tiny_sft.toml", "batch=0"],
+    ["train", ROOT / "recipes/demo.toml", "model=recipes", "--run", "x"],
+])
+def test_a_path_that_is_not_there_is_status_2_in_every_verb(tmp_path, args):
+    done = lockstep(*args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1 and not list(tmp_path.iterdir()), done.stderr
 
 
 def test_usage_is_status_2():
@@ -215,7 +253,7 @@ def test_vocabulary_mismatch(tmp_path, model):
 # --- sequences ------------------------------------------------------------------------------------
 
 def test_prompt_longer_than_the_context():
-    refused(lockstep("rollout", "--prompt", "1" * 600), 1, "600", "512")
+    refused(lockstep("rollout", "--prompt", "1" * 600), 2, "600", "512")
 
 
 @pytest.mark.parametrize("line, words", [
@@ -238,16 +276,16 @@ def test_run_directory_that_is_somebody_elses(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "thesis.tex").write_text("x")
-    refused(train(tmp_path), 1, str(run), "thesis.tex")
+    refused(train(tmp_path), 2, str(run), "thesis.tex")
     assert [p.name for p in run.iterdir()] == ["thesis.tex"]
     (run / "thesis.tex").unlink()
     run.rmdir()
     run.symlink_to(tmp_path / "gone")
-    refused(train(tmp_path), 1, str(run), "gone")
+    refused(train(tmp_path), 2, str(run), "gone")
     assert not (tmp_path / "gone").exists()
     run.unlink()
     run.write_text("x")
-    refused(train(tmp_path), 1, str(run), "no folder")
+    refused(train(tmp_path), 2, str(run), "no folder")
 
 
 def test_run_directory_without_its_recipe(tmp_path):
@@ -256,7 +294,7 @@ def test_run_directory_without_its_recipe(tmp_path):
     text = recipe.read_text()
     before = sorted(p for p in (tmp_path / "run").rglob("*") if p != recipe)
     recipe.unlink()
-    refused(train(tmp_path), 1, "checkpoints", "recipe.toml")
+    refused(train(tmp_path), 2, "checkpoints", "recipe.toml")
     for damaged in ["", "# contract 1\n[trainer\n", text.replace("trainer", "tainer"), "\0" * 50]:
         recipe.write_text(damaged)
         done = train(tmp_path)
@@ -316,6 +354,28 @@ def test_more_than_the_machine_has(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("verb", ["train", "compare", "demo", "rollout", "eval", "verify",
+                                  "decompose", "dump", "inspect"])
+def test_every_verb_asks_for_its_memory_first(tmp_path, verb):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "1*2=2"}\n')
+    cache = 'rollout.cache="100 TiB"'
+    more = {"train": [ROOT / "recipes/demo.toml", cache, "--run", tmp_path / "run"],
+            "compare": [ROOT / "recipes/demo.toml", cache, "--arms", "bf16", "--run",
+                        tmp_path / "run"],
+            "demo": [cache, "--run", tmp_path / "run"],
+            "dump": [MODEL, cache, "--score", rows, "--out", tmp_path / "out"],
+            "inspect": [MODEL, "--contract", "lockstep"]}.get(verb, [MODEL, cache])
+    if verb == "inspect":  # a recipe's keys come from the run that it is asked about
+        run = tmp_path / "asked"
+        run.mkdir()
+        (run / "recipe.toml").write_text(f"model = '{MODEL}'\nrollout.cache = '100 TiB'\n")
+        more = [run, "--why", rows, "--place", "1.k", "--position", 2]
+    done = lockstep(verb, *more)
+    refused(done, 1, "100 TiB", "GiB", "lower")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()
+
+
 def test_every_arm_of_the_demo_is_read_before_the_first_runs(tmp_path):
     for arms, words in [("bf16,trase", ["trase", "trace"]), ("bf16,bf16", ["bf16 twice"])]:
         refused(lockstep("demo", "--arms", arms, "--run", tmp_path / "run"), 2, *words)
@@ -359,15 +419,15 @@ def test_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
 def test_R36_resumed_run_with_another_recipe(tmp_path):
     assert train(tmp_path).returncode == 0
     before = sorted(p.name for p in (tmp_path / "run").iterdir())
-    refused(train(tmp_path, "trainer.lr=0.5"), 1, "trainer.lr", "0.5")
+    refused(train(tmp_path, "trainer.lr=0.5"), 2, "trainer.lr", "0.5")
     # Two contracts that differ: the rollout's numbers of one run do not change.
-    refused(train(tmp_path, "contract.layers=0-4", "guide.layers=3-4"), 1, "contract.layers")
+    refused(train(tmp_path, "contract.layers=0-4", "guide.layers=3-4"), 2, "contract.layers")
     refused(train(tmp_path, "guide.kv_layers=none"), 2, "guide.kv_layers names no layer")
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
     recipe = tmp_path / "run/recipe.toml"
     text = recipe.read_text()
     recipe.write_text("# contract 0123456789abcdef" + text[text.index("\n"):])
-    refused(train(tmp_path), 1, "contract")
+    refused(train(tmp_path), 2, "contract")
 
 
 def test_finished_run_stays_as_it_is(tmp_path):
@@ -383,10 +443,10 @@ def test_finished_run_stays_as_it_is(tmp_path):
     assert after.startswith(before) and len(after.splitlines()) == 3
     text = (tmp_path / "run/recipe.toml").read_text()
     assert "steps = 3\n" in text
-    refused(train(tmp_path), 1, "schedule.steps: 3 / 2", "more schedule.steps")
+    refused(train(tmp_path), 2, "schedule.steps: 3 / 2", "more schedule.steps")
     # The device was chosen when it began, and is the run's.
     assert 'device = "auto"' not in text and 'device = "c' in text
-    refused(train(tmp_path, "schedule.steps=3", "eval.prompts=0", "device=cuda:5"), 1, "device: ",
+    refused(train(tmp_path, "schedule.steps=3", "eval.prompts=0", "device=cuda:5"), 2, "device: ",
             "cuda:5")
     # A plain Hugging Face directory beside the training state.
     names = {p.name for p in (tmp_path / "run/checkpoints/step_3").iterdir()}
@@ -398,7 +458,7 @@ def test_finished_run_stays_as_it_is(tmp_path):
 SFT = ["steps=2", "batch=2", "eval_prompts=0"]
 
 
-def test_sft_asks_for_room_before_it_learns(tmp_path):
+def test_sft_asks_for_memory_and_room_before_it_learns(tmp_path):
     """Not after hours."""
     config = json.loads((MODEL / "config.json").read_text())
     model = tmp_path / "model"
@@ -407,7 +467,7 @@ def test_sft_asks_for_room_before_it_learns(tmp_path):
                "head_dim": 32}
     (model / "config.json").write_text(json.dumps(config))
     refused(lockstep("sft", ROOT / "recipes/tiny_sft.toml", *SFT, "fresh=true", f"model={model}",
-                     "--out", tmp_path / "out"), 1, "the model takes", "--out")
+                     "--out", tmp_path / "out"), 1, "take together", "smaller model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -415,12 +475,12 @@ def test_sft_overwrites_only_its_own(tmp_path):
     recipe, out = ROOT / "recipes/tiny_sft.toml", tmp_path / "out"
     assert lockstep("sft", recipe, *SFT, "--out", out).returncode == 0
     before = (out / "model.safetensors").read_bytes()
-    refused(lockstep("sft", recipe, *SFT, "seed=7", "--out", out), 1, str(out), "seed: 1 / 7", "--out")
+    refused(lockstep("sft", recipe, *SFT, "seed=7", "--out", out), 2, str(out), "seed: 1 / 7", "--out")
     assert (out / "model.safetensors").read_bytes() == before
     assert not (tmp_path / "out.loss.jsonl").exists()
     assert lockstep("sft", recipe, *SFT, "--out", out).returncode == 0
     (out / "sft.toml").unlink()
-    refused(lockstep("sft", recipe, *SFT, "--out", out), 1, "not written by sft", "--out")
+    refused(lockstep("sft", recipe, *SFT, "--out", out), 2, "not written by sft", "--out")
 
 
 def test_recipe_of_sft_is_not_trained(tmp_path):

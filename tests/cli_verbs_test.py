@@ -187,17 +187,17 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     refused("rollout", "rollout.temperature=warm", rc=2, named="rollout.temperature")
     refused("rollout", "rollout.temperature=-1", rc=2, named="rollout.temperature")
     refused("rollout", "rollout.cache=1KiB", rc=2, named="rollout.cache")
-    refused("rollout", "--model", tmp_path / "none", rc=1, named=tmp_path / "none")
-    refused("rollout", "--prompt", "1" * 600, rc=1, named=["600 tokens", "512"])
+    refused("rollout", "--model", tmp_path / "none", rc=2, named=tmp_path / "none")
+    refused("rollout", "--prompt", "1" * 600, rc=2, named=["600 tokens", "512"])
     refused("rollout", "--n", 0, rc=2, named="--n: 0")
-    refused("rollout", "--n", 10**6, rc=1, named="problems for evaluation")
+    refused("rollout", "--n", 10**6, rc=2, named="problems for evaluation")
     refused("rollout", "--gap", rc=2, named="--score")
     refused("rollout", "--score", rows_, "--trace", tmp_path / "t", rc=2, named="--trace")
-    refused("rollout", "--score", tmp_path / "none.jsonl", rc=1, named="none.jsonl")
+    refused("rollout", "--score", tmp_path / "none.jsonl", rc=2, named="none.jsonl")
     refused("rollout", "--score", empty, rc=1, named="no rows")
     (tmp_path / "none").touch()
-    refused("rollout", "--out", tmp_path / "none" / "out.jsonl", rc=1, named="none/out.jsonl")
-    refused("rollout", "--out", tmp_path, rc=1, named="a folder")
+    refused("rollout", "--out", tmp_path / "none" / "out.jsonl", rc=2, named="none/out.jsonl")
+    refused("rollout", "--out", tmp_path, rc=2, named="a folder")
     refused("rollout", "--nothing", rc=2, named="--nothing")
     with open("/dev/full", "w") as full:
         for args in [["rollout", SHORT, "--n", 1], ["--help"], ["train", "--help"]]:
@@ -359,7 +359,7 @@ def test_an_output_is_a_file_a_stream_or_refused(tmp_path):
     header = json.dumps(text).encode()
     dump.write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
     whole = dump.read_bytes()
-    refused("diff", dump, dump, "--json", tmp_path, rc=1, named="it is a folder")
+    refused("diff", dump, dump, "--json", tmp_path, rc=2, named="it is a folder")
     refused("diff", dump, dump, "--json", dump, rc=2, named=["--json", "is read as well"])
     assert dump.read_bytes() == whole
     shown = run("diff", dump, dump, "--json", "/dev/stdout").stdout
@@ -368,7 +368,7 @@ def test_an_output_is_a_file_a_stream_or_refused(tmp_path):
     (tmp_path / "there.json").write_text("{}")
     run("diff", dump, dump, "--json", tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "there.json").stat().st_size > 100
-    refused("decompose", "--json", tmp_path, rc=1, named="it is a folder")  # before it computes
+    refused("decompose", "--json", tmp_path, rc=2, named="it is a folder")  # before it computes
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "link", "there.json"]
 
 
@@ -407,7 +407,7 @@ def test_a_run_is_inspected_and_judged_by_its_directory(tmp_path):
 
 def test_inspect_says_what_does_not_fit(copy):
     refused("inspect", copy / "config.json", rc=2, named="config.json")
-    refused("inspect", copy / "none", rc=1, named="none")
+    refused("inspect", copy / "none", rc=2, named="none")
     refused("inspect", copy, "--place", "1.k", rc=2, named="--span")
 
 
@@ -436,7 +436,7 @@ def test_inspect_shows_a_trace(answers):
     chosen = experts.split("experts8: ")[1].split()
     assert len(set(chosen)) == 2 and all(0 <= int(e) < 16 for e in chosen)
     for wrong in ("--span", "99:0"), ("--span", name, "--place", "3.k", "--position", last + 1):
-        refused("inspect", trace, *wrong, rc=1, named="span")
+        refused("inspect", trace, *wrong, rc=2, named="span")
     for wrong in ("--span", "x"), ("--span", name, "--place", "3.q"):
         refused("inspect", trace, *wrong, rc=2, named=wrong[-1])
 
@@ -478,7 +478,7 @@ def test_doctor_says_what_is_there_and_what_is_missing(tmp_path):
     assert "a step of" in run("doctor", recipe).stdout
     done = run("doctor", recipe, 'rollout.cache="100 TiB"', rc=1)
     assert "needs 100 TiB of memory" in done.stderr
-    done = run("doctor", recipe, f"model={tmp_path}/none", rc=1)
+    done = run("doctor", recipe, f"model={tmp_path}/none", rc=2)
     assert f"{tmp_path}/none" in done.stderr
     refused("doctor", tmp_path / "none.toml", rc=2, named="none.toml")
     refused("doctor", recipe, "schedule.step=1", rc=2, named="schedule.steps")
@@ -495,7 +495,7 @@ def test_doctor_looks_at_each_arm_of_a_comparison(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('[compare]\narms = ["bf16", "trace"]\n[variant.trace]\narm = "trace"\n'
                     'residual.permille = 2000\n')
-    assert "residual.permille is 2000" in run("doctor", mine, rc=1).stderr
+    assert "residual.permille is 2000" in run("doctor", mine, rc=2).stderr
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(tmp_path):

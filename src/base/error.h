@@ -22,6 +22,14 @@ class Error : public std::runtime_error {
   std::source_location where_;
 };
 
+/// What was asked for is at fault, and nothing went wrong: an option, a recipe's key or value, or a
+/// path that one of them names and that is not there or is of another kind. The program ends with
+/// status 2; with 1 for every other Error: the machine, the files' contents, the run itself.
+class Usage : public Error {
+ public:
+  using Error::Error;
+};
+
 /// What a Result holds when there is no value: one line, like an Error's.
 struct Fault {
   std::string message;

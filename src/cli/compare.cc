@@ -17,6 +17,7 @@
 #include "cli/interrupt.h"
 #include "cli/jobs.h"
 #include "cli/log.h"
+#include "cli/machine.h"
 #include "cli/said.h"
 #include "cli/session.h"
 #include "cli/verbs.h"
@@ -41,7 +42,7 @@ struct Cell {
 
 /// Refuses what could not run, and a folder in which a run of another recipe lies.
 void check(Cell& cell) {
-  const ModelConfig model = value_or_throw(read_config(recipe::find(cell.recipe.model, "model")));
+  const ModelConfig model = value_or_throw(read_config(checkpoint_folder(cell.recipe.model)));
   Arm arm = checked_arm(cell.recipe, model);
   cell.full_code_bytes = static_cast<double>(recipe::full_code_bytes(model));
   const fs::path file = cell.folder / "recipe.toml";
@@ -145,16 +146,22 @@ struct Shares {
   std::vector<std::string> cards{};
 };
 
-/// Refuses more runs at once on a GPU than there is memory for: each by itself would find room.
-void require_room_for(int runs, const std::vector<const Cell*>& cells) {
+/// Refuses more runs at once than there is memory for: each by itself would find room. `on_a_card`
+/// are those that share a GPU.
+void require_room_for(int runs, int on_a_card, const std::vector<const Cell*>& cells) {
   std::vector<recipe::Budget> budgets;
   for (const Cell* cell : cells) {
-    const fs::path folder = recipe::find(cell->recipe.model, "model");
+    const fs::path folder = checkpoint_folder(cell->recipe.model);
     const ModelConfig model = value_or_throw(read_config(folder));
     budgets.push_back(recipe::budget(cell->recipe, checked_arm(cell->recipe, model), model));
   }
-  const DeviceMemory memory = device_memory(device_named(cells.front()->recipe.device));
-  recipe::require_memory_of_all(runs, budgets, memory);
+  const Device device = device_named(cells.front()->recipe.device);
+  if (device.kind == Device::Kind::kCpu) {
+    const Memory there = memory();
+    const DeviceMemory host = {.total = there.total, .free = there.available};
+    return recipe::require_host_memory_of_all(runs, budgets, host);
+  }
+  recipe::require_memory_of_all(on_a_card, budgets, device_memory(device));
 }
 
 /// Settles where all run, once what is still to be done is known to have room there. What "auto"
@@ -168,9 +175,7 @@ std::string find_device(std::vector<Cell>& cells, std::int32_t jobs) {
   const std::vector<const Cell*> left = left_of(cells);
   for (const Cell* cell : left) require_device(cell->recipe);
   const Shares shares(left, jobs);
-  if (shares.at_once > 1 && left.front()->recipe.device != "cpu") {
-    require_room_for(shares.on_a_card(), left);
-  }
+  if (shares.at_once > 1) require_room_for(shares.at_once, shares.on_a_card(), left);
   return found;
 }
 
@@ -295,13 +300,10 @@ std::string by_gap(std::vector<ArmFigures> arms) {
 
 int compare(const CompareArgs& args) {
   const double began = seconds();
-  recipe::Comparison comparison;
-  try {
-    comparison = recipe::read_comparison(recipe::find(args.recipe, "the recipe"), args.assignments,
-                                         args.arms, args.seeds);
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  const recipe::Comparison comparison = of_the_caller([&] {
+    return recipe::read_comparison(recipe::find(args.recipe, "the recipe"), args.assignments,
+                                   args.arms, args.seeds);
+  });
   const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
   std::vector<Cell> cells = cells_of(comparison, root);
   if (args.cell >= 0) {

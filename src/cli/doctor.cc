@@ -34,10 +34,17 @@ class Doctor {
           "\n");
   }
   void miss(const std::string& text) { missing_.push_back(text); }
+  /// Of what the caller wrote.
+  void miss_in(const std::string& file, const Error& error) {
+    miss(cat({file, ": ", error.what()}));
+    if (dynamic_cast<const Usage*>(&error) != nullptr) is_usage_ = true;
+  }
   const std::vector<std::string>& missing() const { return missing_; }
+  int status() const { return missing_.empty() ? 0 : is_usage_ ? 2 : 1; }
 
  private:
   std::vector<std::string> missing_;
+  bool is_usage_ = false;
 };
 
 void look_at_cpu(Doctor& doctor) {
@@ -99,20 +106,21 @@ bool is_comparison(const std::string& file) {
 std::vector<recipe::Recipe> recipes_in(const std::string& file,
                                        const std::vector<std::string>& assignments) {
   if (!is_comparison(file)) return {load_recipe(file, assignments)};
-  const fs::path path = recipe::find(file, "the recipe");
-  const recipe::Comparison comparison = recipe::read_comparison(path, assignments, {}, 0);
-  std::vector<recipe::Recipe> recipes;
-  for (const std::string& label : comparison.arms) {
-    recipes.push_back(comparison.recipe(label, 0));
-  }
-  return recipes;
+  return of_the_caller([&] {
+    const fs::path path = recipe::find(file, "the recipe");
+    const recipe::Comparison comparison = recipe::read_comparison(path, assignments, {}, 0);
+    std::vector<recipe::Recipe> recipes;
+    for (const std::string& label : comparison.arms) {
+      recipes.push_back(comparison.recipe(label, 0));
+    }
+    return recipes;
+  });
 }
 
 /// Whether a recipe can run here: "" or why it cannot. `row` gets what it takes.
 std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   const Policy policy = open_policy(recipe.model);
-  const Arm arm = bind(recipe.arm, policy.config, recipe.rollout, recipe.rl);
-  recipe::check(recipe, arm, policy.config);
+  const Arm arm = checked_arm(recipe, policy.config);
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   recipe.device = settled_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
@@ -207,13 +215,14 @@ void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& a
   std::string why;
   if (is_sft(file)) {
     try {
-      const recipe::SftRecipe r =
-          recipe::read_sft_recipe(recipe::find(file, "the recipe"), args.assignments);
+      const recipe::SftRecipe r = of_the_caller([&] {
+        return recipe::read_sft_recipe(recipe::find(file, "the recipe"), args.assignments);
+      });
       if (r.device != recipe::kAutoDevice) recipe::ready_device(r.device, {});
       return doctor.say(file, "for sft; costs what its batch costs");
     } catch (const Error& error) {
       doctor.say(file, cat({"does not fit: ", error.what()}));
-      if (counts(file, args)) doctor.miss(cat({file, ": ", error.what()}));
+      if (counts(file, args)) doctor.miss_in(file, error);
       return;
     }
   }
@@ -226,7 +235,9 @@ void look_at_recipe(Doctor& doctor, const std::string& file, const DoctorArgs& a
     if (recipes.size() > 1 && why.empty())
       row[1] = cat({row[1], " and ", recipes.size() - 1, " more"});
   } catch (const Error& error) {
-    why = error.what();
+    doctor.say(file, cat({"does not fit: ", error.what()}));
+    if (counts(file, args)) doctor.miss_in(file, error);
+    return;
   }
   if (why.empty()) return rows.push_back(row);
   doctor.say(file, "does not fit: " + why);
@@ -272,7 +283,7 @@ int doctor(const DoctorArgs& args) {
   look_at_recipes(doctor, args);
   for (const std::string& line : doctor.missing()) error(line);
   if (doctor.missing().empty()) print("all that is needed is there\n");
-  return doctor.missing().empty() ? 0 : 1;
+  return doctor.status();
 }
 
 }  // namespace lockstep::cli

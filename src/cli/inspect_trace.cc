@@ -262,7 +262,7 @@ std::string span_lines(const OpenSegment& segment, const store::StoredSpan& stor
     text += cat({"position ", position, ", ", args.place, ", "}) + record_text(ref.layout, row);
   }
   if (!found) {
-    throw Error(cat({"span ", hex(stored.span.id.value), " has no row of ", args.place,
+    throw Usage(cat({"span ", hex(stored.span.id.value), " has no row of ", args.place,
                      " at position ", position, "; it covers ", stored.span.first, " to ",
                      stored.span.first + stored.span.count - 1,
                      ", and without --place its places are listed"}));
@@ -300,7 +300,7 @@ void inspect_trace(const fs::path& path, const InspectArgs& args) {
     }
   }
   if (text.empty()) {
-    throw Error(cat({path.string(), " has no span ", args.span,
+    throw Usage(cat({path.string(), " has no span ", args.span,
                      "; without --span its first spans are listed"}));
   }
   print(text);

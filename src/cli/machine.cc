@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <vector>
 
 namespace lockstep::cli {
 namespace {
@@ -32,6 +33,42 @@ std::int64_t number_in(const char* file) {
   std::int64_t number = 0;
   std::ifstream(file) >> number;
   return number;
+}
+
+/// A limit of the process's control groups, and what counts towards it but for cached files, which
+/// the kernel gives up first.
+struct GroupLimit {
+  std::int64_t limit, used;
+};
+std::vector<GroupLimit> group_limits() {
+  std::vector<GroupLimit> limits;
+  std::ifstream groups("/proc/self/cgroup");  // lines of NUMBER:CONTROLLERS:PATH
+  for (std::string line; std::getline(groups, line);) {
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool is_v2 = controllers.empty();
+    if (!is_v2 && (',' + controllers + ',').find(",memory,") == std::string::npos) continue;
+    const std::filesystem::path root = is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    // A container may show its own group as the root, and tell the path that the host sees.
+    std::filesystem::path path = std::filesystem::path(line.substr(second + 1)).relative_path();
+    for (bool more = true; more; path = path.parent_path()) {
+      more = !path.empty();
+      const std::filesystem::path folder = root / path;
+      const auto number = [&](const char* file) { return number_in((folder / file).c_str()); };
+      const std::int64_t limit = number(is_v2 ? "memory.max" : "memory.limit_in_bytes");
+      if (limit <= 0) continue;
+      const std::string stat = (folder / "memory.stat").string();
+      const auto cached = [&](const char* key) {
+        const std::string text = value_of(stat.c_str(), key);
+        return text.empty() ? std::int64_t{0} : std::atoll(text.c_str());
+      };
+      limits.push_back({limit, number(is_v2 ? "memory.current" : "memory.usage_in_bytes") -
+                                   cached(is_v2 ? "inactive_file " : "total_inactive_file ") -
+                                   cached(is_v2 ? "active_file " : "total_active_file ")});
+    }
+  }
+  return limits;
 }
 
 int find_torch(dl_phdr_info* library, std::size_t, void* found) {
@@ -69,11 +106,9 @@ bool keeps_subnormals() {
 Memory memory() {
   Memory memory = {.total = kilobytes(value_of("/proc/meminfo", "MemTotal")),
                    .available = kilobytes(value_of("/proc/meminfo", "MemAvailable"))};
-  const std::int64_t limit = number_in("/sys/fs/cgroup/memory.max");
-  if (limit > 0 && limit < memory.total) {
-    const std::int64_t used = number_in("/sys/fs/cgroup/memory.current");
-    memory.total = limit;
-    memory.available = std::min(memory.available, std::max<std::int64_t>(limit - used, 0));
+  for (const auto& [limit, used] : group_limits()) {
+    memory.total = std::min(memory.total, limit);
+    memory.available = std::min(memory.available, std::max<std::int64_t>(limit - used, 1));
   }
   return memory;
 }

@@ -265,6 +265,7 @@ void add_diff(CLI::App& app, Chosen& chosen) {
       ->capture_default_str();
   sub->add_option("--tolerance", args->tolerance,
                   "the drift, times sqrt(layer + 1), above which a place parts")
+      ->check(within(0, 1e9))
       ->capture_default_str();
   add_text(sub, "--json", args->json, "a file for every figure");
   sub->callback([&chosen, args] { chosen = [args] { return diff(*args); }; });
@@ -387,7 +388,7 @@ int main(int argc, char** argv) {
   lockstep::cli::catch_interrupts();
   try {
     return lockstep::cli::run(argc, argv);
-  } catch (const lockstep::cli::Usage& wrong) {
+  } catch (const lockstep::Usage& wrong) {
     lockstep::cli::error(wrong.what());
     return 2;
   } catch (const std::exception& failed) {

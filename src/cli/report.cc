@@ -34,7 +34,7 @@ void add_contract(instruments::RunData& run) {
   if (model == run.keys.end()) return;
   try {
     const recipe::Recipe recipe = recipe::parse_recipe(run.recipe, "recipe.toml");
-    const ModelConfig config = value_or_throw(read_config(recipe::find(recipe.model, "model")));
+    const ModelConfig config = value_or_throw(read_config(checkpoint_folder(recipe.model)));
     run.contract = to_string(bind(recipe.arm, config, recipe.rollout, recipe.rl).contract);
     run.full_code_bytes = static_cast<double>(recipe::full_code_bytes(config));
   } catch (const Error&) {

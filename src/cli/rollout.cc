@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <memory>
 
 #include "base/text.h"
@@ -31,8 +32,14 @@ void check(const RolloutArgs& args) {
 
 std::vector<data::Prompt> choose(const RolloutArgs& args, const Subject& subject) {
   if (!args.prompt.empty()) {
+    std::vector<Token> tokens = subject.policy.tokenizer.encode(args.prompt);
+    const std::int64_t most = subject.policy.config.max_positions;
+    if (std::ssize(tokens) >= most) {
+      throw Usage(cat({"--prompt has ", tokens.size(), " tokens, and the model reads at most ",
+                       most, " with the answer: shorten it so that one more fits"}));
+    }
     return {{.id = data::evaluation_id(0),
-             .tokens = subject.policy.tokenizer.encode(args.prompt),
+             .tokens = std::move(tokens),
              .text = args.prompt,
              .data_source = "command line"}};
   }
@@ -43,6 +50,10 @@ std::vector<data::Prompt> choose(const RolloutArgs& args, const Subject& subject
 /// A store in the folder that --trace names; nothing where it names none.
 std::unique_ptr<store::Store> records(const RolloutArgs& args, const Subject& subject) {
   if (args.trace.empty()) return nullptr;
+  if (std::error_code none; std::filesystem::exists(args.trace, none) &&
+                            !std::filesystem::is_directory(args.trace, none)) {
+    throw Usage(cat({"--trace is '", args.trace, "', which is no folder; name another"}));
+  }
   store::Options options = subject.recipe.store;
   options.folder = args.trace;
   options.run = subject.recipe.schedule.seed;

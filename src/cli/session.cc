@@ -20,8 +20,22 @@
 
 namespace lockstep::cli {
 
+std::filesystem::path checkpoint_folder(const std::string& path) {
+  std::filesystem::path folder = recipe::find(path, "model");
+  std::error_code error;
+  if (!std::filesystem::is_directory(folder, error)) {
+    throw Usage(
+        cat({"model is '", path, "', which is no folder; give it a Hugging Face directory"}));
+  }
+  if (!std::filesystem::exists(folder / "config.json", error)) {
+    throw Usage(
+        cat({"model is '", path, "', which has no config.json; give it a Hugging Face directory"}));
+  }
+  return folder;
+}
+
 Policy open_policy(const std::string& path, bool with_weights) {
-  const std::filesystem::path folder = recipe::find(path, "model");
+  const std::filesystem::path folder = checkpoint_folder(path);
   const ModelConfig config = value_or_throw(read_config(folder));
   Policy policy = {.folder = folder,
                    .config = config,
@@ -47,36 +61,27 @@ std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Po
   if (!own.jsonl.eval_file.empty()) {
     own.jsonl.eval_file = recipe::find(own.jsonl.eval_file, "task.eval_file");
   }
-  if (own.name != "arith") return data::make_task(own, policy.folder);
-  try {
-    return data::make_task(own, policy.folder);
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  return data::make_task(own, policy.folder);
 }
 
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {
-  try {
+  return of_the_caller([&] {
     if (file.empty()) return recipe::parse_recipe("", "defaults", assignments);
     const std::filesystem::path path = recipe::find(file, "the recipe");
     if (recipe::is_sft(path)) {
-      throw Error(cat(
+      throw Usage(cat(
           {file, " is a recipe for sft, not for training by rewards; run ./lockstep sft ", file}));
     }
     return recipe::read_recipe(path, assignments);
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  });
 }
 
 Arm checked_arm(const recipe::Recipe& recipe, const ModelConfig& model) {
-  try {
+  return of_the_caller([&] {
     Arm arm = bind(recipe.arm, model, recipe.rollout, recipe.rl);
     recipe::check(recipe, arm, model);
     return arm;
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  });
 }
 
 namespace {
@@ -182,7 +187,7 @@ void settle_device(std::span<const ComparedRun> runs, const std::string& found) 
   const bool is_choice = common.name.empty();
   for (const recipe::Recipe* recipe : open) {
     if (!is_choice || common.name == "cpu") break;  // one that runs nowhere else decides
-    const ModelConfig model = value_or_throw(read_config(recipe::find(recipe->model, "model")));
+    const ModelConfig model = value_or_throw(read_config(checkpoint_folder(recipe->model)));
     common = settled_device(*recipe, checked_arm(*recipe, model), model);
     if (!common.why.empty()) common.why = cat({"arm ", recipe->arm.name, ": ", common.why});
   }
@@ -191,9 +196,11 @@ void settle_device(std::span<const ComparedRun> runs, const std::string& found) 
 }
 
 Device require_device(const recipe::Recipe& recipe) {
-  const ModelConfig model = value_or_throw(read_config(recipe::find(recipe.model, "model")));
-  return recipe::ready_device(recipe.device,
-                              recipe::budget(recipe, checked_arm(recipe, model), model));
+  const ModelConfig model = value_or_throw(read_config(checkpoint_folder(recipe.model)));
+  const recipe::Budget budget = recipe::budget(recipe, checked_arm(recipe, model), model);
+  const Device device = recipe::ready_device(recipe.device, budget);
+  require_memory(budget, device);
+  return device;
 }
 
 std::vector<std::vector<Token>> calibration_batch(const Policy& policy, const data::Task& task) {
@@ -243,18 +250,8 @@ void require_room(const std::filesystem::path& folder, std::int64_t bytes, const
 }
 
 void require_memory(const recipe::Budget& budget, Device device) {
-  const std::int64_t total = memory().total;
-  const auto require = [total](const std::string& what, std::int64_t bytes, const char* key) {
-    if (total == 0 || bytes <= total) return;  // 0: the machine does not say
-    throw Error(cat({what, recipe::bytes_text(bytes), ", and this machine has ",
-                     recipe::bytes_text(total), " of memory; lower ", key}));
-  };
-  if (device.kind == Device::Kind::kCpu) {
-    require("rollout.cache is ", budget.cache, "it");
-    require("weights, KV cache and trainer take ", budget.host(), "rollout.cache");
-  }
-  require("rollout.swap is ", budget.swap, "it");
-  require("store.ram is ", budget.records, "it");
+  const Memory there = memory();
+  recipe::require_host_memory({.total = there.total, .free = there.available}, budget, device);
 }
 
 std::filesystem::path run_folder(const std::string& name) {

@@ -15,6 +15,19 @@
 
 namespace lockstep::cli {
 
+/// What `act` gives. What it refuses, the caller wrote: Usage.
+template <typename Act>
+auto of_the_caller(const Act& act) {
+  try {
+    return act();
+  } catch (const Error& error) {
+    throw Usage(error.what(), error.where());
+  }
+}
+
+/// Where the recipe's model lies. Throws Usage where that is not there, or no checkpoint.
+std::filesystem::path checkpoint_folder(const std::string& path);
+
 /// A checkpoint, opened: every tensor's name, shape and dtype is checked.
 struct Policy {
   std::filesystem::path folder;
@@ -78,8 +91,8 @@ Arm ready_arm(recipe::Recipe& recipe, const Policy& policy, const data::Task& ta
 void require_room(const std::filesystem::path& folder, std::int64_t bytes, const char* what,
                   const char* remedy);
 
-/// Refuses what the machine's memory can never hold, before anything begins: all that the CPU has
-/// at once, swapped pages, records. Throws Error naming the key, its bytes and the machine's.
+/// Refuses what the machine's memory has no room for, before a weight is read; see
+/// recipe::require_host_memory(). A verb asks it once it knows its device.
 void require_memory(const recipe::Budget& budget, Device device);
 
 /// A name below runs/ of the checkout, or a path where it has a slash.

@@ -17,11 +17,9 @@ namespace lockstep::cli {
 namespace {
 
 recipe::SftRecipe read(const SftArgs& args) {
-  try {
+  return of_the_caller([&] {
     return recipe::read_sft_recipe(recipe::find(args.recipe, "the recipe"), args.assignments);
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  });
 }
 
 /// A worked solution with the stop token behind it, as a trajectory whose response it is.
@@ -106,7 +104,7 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
   std::error_code error;
   if (!std::filesystem::exists(out, error)) return;
   if (!std::filesystem::is_directory(out)) {
-    throw Error(cat({out.string(), " is no folder; name another with --out"}));
+    throw Usage(cat({out.string(), " is no folder; name another with --out"}));
   }
   if (std::filesystem::is_empty(out)) return;
   // A checkpoint without weights, of which fresh ones are drawn, is what the recipe begins with.
@@ -116,7 +114,7 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
                     !std::filesystem::exists(out / "model.safetensors.index.json");
   if (bare) return;
   if (!std::filesystem::exists(out / "sft.toml")) {
-    throw Error(cat({out.string(), " is not empty and was not written by sft (it has no sft.toml);",
+    throw Usage(cat({out.string(), " is not empty and was not written by sft (it has no sft.toml);",
                      " name another folder with --out"}));
   }
   const std::string before = value_or_throw(read_text(out / "sft.toml"));
@@ -128,7 +126,7 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
   if (different.empty()) return;
   different.pop_back();
   std::replace(different.begin(), different.end(), '\n', ';');
-  throw Error(cat({out.string(), " holds a model of another recipe (", different,
+  throw Usage(cat({out.string(), " holds a model of another recipe (", different,
                    " before / now); name another folder with --out, or delete that one"}));
 }
 
@@ -151,12 +149,14 @@ int sft(const SftArgs& args) {
   const recipe::Budget budget = {
       .parameters = parameters,
       .trainer = recipe::trainer_bytes(may_be, r.trainer.bf16) * parameters,
-      .trainer_most = may_be != "cpu" ? r.trainer.memory_bytes : 0};
+      .trainer_most = may_be != "cpu" ? r.trainer.memory_bytes : 0,
+      .evaluation = r.eval_prompts > 0 ? bytes + rollout::Options{}.cache_bytes : 0};
   if (may_be != "cpu" && (!is_open || why_unusable(device_named(may_be)).empty())) {
     recipe::require_trainer_memory(r.trainer.memory_bytes, budget);
   }
   settle_device(r, budget);
   const Device device = recipe::ready_device(r.device, budget);
+  require_memory(budget, device);
   require_room(out, bytes, "the model takes", "or name another folder with --out");
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();

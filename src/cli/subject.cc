@@ -50,11 +50,7 @@ recipe::Recipe recipe_of(std::string what, std::vector<std::string> assignments,
     what.clear();
   }
   fs::path path = what;
-  try {
-    if (!what.empty()) path = recipe::find(what, "the recipe");
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  if (!what.empty()) path = recipe::find(what, "the recipe");
   if (fs::is_directory(path)) {
     what.clear();
     if (fs::exists(path / "config.json")) {
@@ -108,6 +104,7 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   budget.evaluation = 0;
   if (!trains) budget.trainer = budget.trainer_most = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
+  require_memory(budget, device);
   Arm arm = ready_arm(recipe, policy, *task);
   Agreement agreement = {policy.config, arm.contract, arm.guide, recipe.schedule.seed};
   return {.recipe = std::move(recipe),

@@ -23,16 +23,14 @@ namespace {
 void check_prompts(const data::Task& task, const recipe::Recipe& recipe, const Arm& arm,
                    const ModelConfig& model) {
   const Schedule& schedule = recipe.schedule;
-  try {
+  of_the_caller([&] {
     task.prompts(schedule.steps - 1, schedule.prompts_per_step);
     std::size_t longest = 0;
     for (const data::Prompt& prompt : task.prompts(0, schedule.prompts_per_step)) {
       longest = std::max(longest, prompt.tokens.size());
     }
     recipe::check(recipe, arm, model, static_cast<std::int64_t>(longest));
-  } catch (const Error& error) {
-    throw Usage(error.what());
-  }
+  });
 }
 
 using Begin = std::function<void(const recipe::Budget&)>;

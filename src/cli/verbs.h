@@ -1,5 +1,6 @@
 /// The verbs of `lockstep`, each a function of what the command line said. Each returns the exit
-/// status or throws Error: Usage for what the caller wrote, another for what went wrong.
+/// status or throws Error: Usage (base/error.h) for what the caller wrote, another for what went
+/// wrong. main.cc makes the exit status of them, and --help tells it.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +10,6 @@
 #include "base/error.h"
 
 namespace lockstep::cli {
-
-/// The command line or a recipe is at fault: exit status 2. Else it is 1.
-class Usage : public Error {
- public:
-  using Error::Error;
-};
 
 struct DemoArgs {
   std::string recipe;             // recipes/demo.toml

@@ -19,7 +19,7 @@ std::int64_t width(const std::array<std::int64_t, 2>& range) { return range[1] -
 
 void check_range(const char* key, const std::array<std::int64_t, 2>& range) {
   if (range[0] < 0 || range[1] < range[0] || range[1] > kMaxOperand) {
-    throw Error(cat({"task.", key, " is [", range[0], ", ", range[1], "]; a range within 0 to ",
+    throw Usage(cat({"task.", key, " is [", range[0], ", ", range[1], "]; a range within 0 to ",
                      kMaxOperand, " is expected"}));
   }
 }
@@ -80,7 +80,7 @@ ArithOptions arith_level(std::int32_t level) {
     case 3: return {.left = {10, 999}, .right = {2, 99}};
     case 4: return {.left = {100, 999}, .right = {10, 99}};
     case 5: return {.left = {100, 999}, .right = {100, 999}};
-    default: throw Error(cat({"arith: difficulty is ", level, "; 1 to 5 are expected"}));
+    default: throw Usage(cat({"arith: difficulty is ", level, "; 1 to 5 are expected"}));
   }
 }
 
@@ -92,15 +92,15 @@ Arith::Arith(const ArithOptions& options, Tokenizer tokenizer)
   for (std::size_t i = 0; i < operations.size(); ++i) {
     if (std::string_view("+-*").find(operations[i]) == std::string_view::npos ||
         operations.find(operations[i], i + 1) != std::string::npos) {
-      throw Error(cat({"task.operations is \"", operations, "\"; each of + - * at most once"}));
+      throw Usage(cat({"task.operations is \"", operations, "\"; each of + - * at most once"}));
     }
   }
-  if (operations.empty()) throw Error("task.operations is empty; some of + - * are expected");
+  if (operations.empty()) throw Usage("task.operations is empty; some of + - * are expected");
   problems_ =
       width(options_.left) * width(options_.right) * static_cast<std::int64_t>(operations.size());
   evaluation_ = problems_ / kEvaluatedPart;
   if (evaluation_ < 1) {
-    throw Error(cat({"arith has ", problems_, " problems; at least ", kEvaluatedPart,
+    throw Usage(cat({"arith has ", problems_, " problems; at least ", kEvaluatedPart,
                      " are wanted; widen task.left or task.right"}));
   }
 }
@@ -127,7 +127,7 @@ std::vector<Prompt> Arith::prompts(std::int64_t step, std::int32_t count) const 
     const std::int64_t index = step * count + i;
     const std::int64_t pass = index / size;
     if (pass > 0 && !options_.repeat) {
-      throw Error(
+      throw Usage(
           cat({"arith has ", size, " problems for training, which step ", step, " of ", count,
                " prompts exceeds; widen task.left or task.right, or set task.repeat = true"}));
     }
@@ -140,7 +140,7 @@ std::vector<Prompt> Arith::prompts(std::int64_t step, std::int32_t count) const 
 
 std::vector<Prompt> Arith::evaluation(std::int32_t count) const {
   if (count > evaluation_) {
-    throw Error(cat({"arith keeps ", evaluation_, " problems for evaluation; ", count,
+    throw Usage(cat({"arith keeps ", evaluation_, " problems for evaluation; ", count,
                      " were asked for; widen task.left or task.right"}));
   }
   std::vector<Prompt> prompts;

@@ -77,7 +77,7 @@ Result<JsonlRow> parse_row(std::string_view line) {
 Jsonl::Jsonl(const JsonlOptions& options, Tokenizer tokenizer, std::optional<ChatTemplate> chat)
     : options_(options), tokenizer_(std::move(tokenizer)), chat_(std::move(chat)) {
   if (!(options_.form_weight >= 0.0f && options_.form_weight <= 1.0f)) {
-    throw Error(cat({"task.form_weight is ", options_.form_weight, "; 0 to 1 is expected"}));
+    throw Usage(cat({"task.form_weight is ", options_.form_weight, "; 0 to 1 is expected"}));
   }
   file_ = value_or_throw(MappedFile::open(options_.file));
   training_ = read_lines(file_, options_.file);
@@ -87,7 +87,7 @@ Jsonl::Jsonl(const JsonlOptions& options, Tokenizer tokenizer, std::optional<Cha
   } else {
     const std::int64_t kept = std::max<std::int64_t>(1, training_rows() / kEvaluationShare);
     if (training_rows() < 2) {
-      throw Error(cat({options_.file.string(),
+      throw Usage(cat({options_.file.string(),
                        ": one row; at least two are expected, or an "
                        "eval_file"}));
     }
@@ -186,7 +186,7 @@ std::vector<Prompt> Jsonl::prompts(std::int64_t step, std::int32_t count) const 
 
 std::vector<Prompt> Jsonl::evaluation(std::int32_t count) const {
   if (count > evaluation_rows()) {
-    throw Error(cat({options_.file.string(), ": ", evaluation_rows(),
+    throw Usage(cat({options_.file.string(), ": ", evaluation_rows(),
                      " rows are kept for evaluation; ", count, " were asked for"}));
   }
   std::vector<Prompt> prompts;

@@ -14,7 +14,7 @@ std::unique_ptr<Task> make_task(const TaskOptions& options, const std::filesyste
     return std::make_unique<Jsonl>(options.jsonl, std::move(tokenizer),
                                    value_or_throw(ChatTemplate::load(model)));
   }
-  throw Error(cat({"task.name is \"", options.name, "\"; \"arith\" or \"jsonl\" is expected"}));
+  throw Usage(cat({"task.name is \"", options.name, "\"; \"arith\" or \"jsonl\" is expected"}));
 }
 
 }  // namespace lockstep::data

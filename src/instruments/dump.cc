@@ -51,7 +51,7 @@ std::vector<std::filesystem::path> files_of(const std::filesystem::path& path) {
     if (entry.path().extension() == ".safetensors") files.push_back(entry.path());
   }
   if (files.empty()) {
-    throw Error(cat({path.string(), ": has no .safetensors file; name a dump"}));
+    throw Usage(cat({path.string(), ": has no .safetensors file; name a dump"}));
   }
   std::sort(files.begin(), files.end());
   return files;

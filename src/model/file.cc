@@ -56,7 +56,7 @@ Destination destination(const std::filesystem::path& path) {
     throw Error(cat({path.string(), ": cannot write: ", error.message()}));
   }
   if (std::filesystem::is_directory(status)) {
-    throw Error(cat({path.string(), ": cannot write: it is a folder; name a file"}));
+    throw Usage(cat({path.string(), ": cannot write: it is a folder; name a file"}));
   }
   const std::string text = path.string();
   const bool special = text.starts_with("/dev/") || text.starts_with("/proc/");  // /dev/stdout
@@ -67,7 +67,7 @@ Destination destination(const std::filesystem::path& path) {
   const std::filesystem::path folder = parent.empty() ? "." : parent;
   std::filesystem::create_directories(folder, error);
   if (error && !std::filesystem::is_directory(folder)) {
-    throw Error(cat({text, ": cannot make its folder: ", error.message()}));
+    throw Usage(cat({text, ": cannot make its folder: ", error.message()}));
   }
   if (::access(folder.c_str(), W_OK) != 0) fail(path, "write", errno);
   found.part = found.place.string() + ".part";

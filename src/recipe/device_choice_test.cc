@@ -119,6 +119,44 @@ TEST(DeviceChoice, RunsAtOnceNeedTheMemoryOfTheLargest) {
   }
 }
 
+TEST(DeviceChoice, TheMachinesMemoryIsAskedForWhatLiesThere) {
+  const Budget b = {.rollout_weights = 1ll << 30,
+                    .cache = 2ll << 30,
+                    .trainer = 3ll << 30,
+                    .evaluation = 4ll << 30,
+                    .swap = 5ll << 30,
+                    .records = 6ll << 30};
+  const auto said = [&](std::int64_t total, std::int64_t free, Device device) -> std::string {
+    try {
+      require_host_memory({.total = total, .free = free}, b, device);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  constexpr Device kCpu{}, kGpu{Device::Kind::kCuda, 0};
+  const std::int64_t at_once = 10ll << 30, all = 21ll << 30;
+  EXPECT_EQ(said(all, at_once, kCpu), "");
+  EXPECT_EQ(said(0, 0, kCpu), "");  // a machine that does not say
+  EXPECT_EQ(said(all, at_once - 1, kCpu),
+            "rollout weights 1 GiB, rollout.cache 2 GiB, the trainer 3 GiB and evaluation 4 GiB "
+            "take together 10 GiB, and this machine has 10 GiB of memory free; lower "
+            "rollout.cache, choose a smaller model, or end what else runs here");
+  EXPECT_EQ(said(all - 1, at_once, kCpu),
+            "rollout weights, cache, trainer and evaluation 10 GiB, rollout.swap 5 GiB and "
+            "store.ram 6 GiB may take together 21 GiB, and this machine has 21 GiB of memory; "
+            "lower rollout.swap or store.ram");
+  EXPECT_EQ(said(11ll << 30, 1, kGpu), "");  // the rest lies on the device
+  EXPECT_NE(said((11ll << 30) - 1, 1, kGpu).find("may take together 11 GiB"), std::string::npos);
+  EXPECT_EQ(said(1ll << 30, 1, kGpu),
+            "rollout.swap is 5 GiB, and this machine has 1 GiB of memory; lower it");
+
+  const std::vector<Budget> runs(3, b);
+  EXPECT_NO_THROW(require_host_memory_of_all(2, runs, {.total = all, .free = 2 * at_once}));
+  EXPECT_NO_THROW(require_host_memory_of_all(2, runs, {}));
+  EXPECT_THROW(require_host_memory_of_all(3, runs, {.total = all, .free = 2 * at_once}), Error);
+}
+
 TEST(DeviceChoice, TheDevicesOwnMemoryIsAsked) {
   if (const std::string why = why_unusable({Device::Kind::kCuda, 0}); !why.empty()) {
     GTEST_SKIP() << why;

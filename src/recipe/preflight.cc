@@ -431,15 +431,63 @@ void require_memory(const std::string& name, const DeviceMemory& memory, const B
                    ", or choose a smaller model or another device"}));
 }
 
-void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory) {
-  std::vector<std::int64_t> needs;
-  for (const Budget& b : budgets) needs.push_back(b.device());
+namespace {
+
+/// Refuses runs at once whose largest `needs` are more than is `free`.
+void require_of_all(int runs, std::vector<std::int64_t> needs, std::int64_t free,
+                    const char* where) {
   const auto most = std::min(std::ssize(needs), std::ptrdiff_t{runs});
   std::partial_sort(needs.begin(), needs.begin() + most, needs.end(), std::greater<>());
   const std::int64_t needed = std::accumulate(needs.begin(), needs.begin() + most, std::int64_t{0});
-  if (needed <= memory.free) return;
-  throw Error(cat({"--jobs has ", most, " runs on a GPU at once, which take ", bytes_text(needed),
-                   "; ", bytes_text(memory.free), " are free: give it a smaller number"}));
+  if (needed <= free) return;
+  throw Error(
+      cat({"--jobs has ", most, " runs ", where, " at once, which take ", bytes_text(needed), "; ",
+           bytes_text(free), " are free: give it a smaller number"}));
+}
+
+}  // namespace
+
+void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory) {
+  std::vector<std::int64_t> needs;
+  for (const Budget& b : budgets) needs.push_back(b.device());
+  require_of_all(runs, std::move(needs), memory.free, "on a GPU");
+}
+
+void require_host_memory_of_all(int runs, std::span<const Budget> budgets,
+                                const DeviceMemory& memory) {
+  if (memory.free == 0) return;
+  std::vector<std::int64_t> needs;
+  for (const Budget& b : budgets) needs.push_back(b.host());
+  require_of_all(runs, std::move(needs), memory.free, "in the machine's memory");
+}
+
+void require_host_memory(const DeviceMemory& memory, const Budget& b, Device device) {
+  const auto require = [&](const std::string& what, std::int64_t bytes, std::int64_t there,
+                           const char* kind, const char* remedy) {
+    if (memory.total == 0 || there == 0 || bytes <= there) return;
+    throw Error(cat({what, bytes_text(bytes), ", and this machine has ", bytes_text(there), kind,
+                     "; ", remedy}));
+  };
+  const bool on_cpu = device.kind == Device::Kind::kCpu;
+  constexpr const char* kAll = " of memory";
+  if (on_cpu) require("rollout.cache is ", b.cache, memory.total, kAll, "lower it");
+  require("rollout.swap is ", b.swap, memory.total, kAll, "lower it");
+  require("store.ram is ", b.records, memory.total, kAll, "lower it");
+  std::int64_t at_once = 0;
+  if (on_cpu) {
+    at_once = b.host();
+    require(cat({"rollout weights ", bytes_text(b.rollout_weights), ", rollout.cache ",
+                 bytes_text(b.cache), ", the trainer ", bytes_text(b.trainer), " and evaluation ",
+                 bytes_text(b.evaluation), " take together "}),
+            at_once, memory.free, " of memory free",
+            "lower rollout.cache, choose a smaller model, or end what else runs here");
+  }
+  require(cat({on_cpu ? cat({"rollout weights, cache, trainer and evaluation ", bytes_text(at_once),
+                             ", "})
+                      : std::string(),
+               "rollout.swap ", bytes_text(b.swap), " and store.ram ", bytes_text(b.records),
+               " may take together "}),
+          at_once + b.swap + b.records, memory.total, kAll, "lower rollout.swap or store.ram");
 }
 
 Device ready_device(const std::string& name, const Budget& b) {

@@ -82,6 +82,15 @@ void require_memory(const std::string& name, const DeviceMemory& memory, const B
 /// The same of any `runs` of these at once.
 void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory);
 
+/// Of the machine's memory: what lies there beside each other on a CPU must fit into what is free,
+/// and with it what a run may come to keep, swapped pages and records, into all that there is. A 0
+/// of `memory` says nothing. Throws Error with the bytes needed, those there and the key to lower.
+void require_host_memory(const DeviceMemory& memory, const Budget& budget, Device device);
+
+/// The first of these of any `runs` at once.
+void require_host_memory_of_all(int runs, std::span<const Budget> budgets,
+                                const DeviceMemory& memory);
+
 /// "13.8 KiB".
 std::string bytes_text(std::int64_t bytes);
 

@@ -508,7 +508,7 @@ std::filesystem::path find(const std::string& path, const std::string& key) {
     return std::filesystem::path(home) / path;
   }
   const bool relative = std::filesystem::path(path).is_relative();
-  throw Error(cat({key, " is '", path, "', which is not there",
+  throw Usage(cat({key, " is '", path, "', which is not there",
                    relative ? ", neither from this folder nor from the checkout" : "",
                    "; give a path that is"}));
 }

@@ -116,7 +116,7 @@ constexpr bool is_calibrated(std::string_view key) {
 /// Throws Error naming `file` where that is no recipe.
 void take_settled(std::string_view began, const std::string& file, Recipe& recipe);
 
-/// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Error with
+/// A path of a recipe: as it stands, else below the checkout (LOCKSTEP_HOME). Throws Usage with
 /// `key` where neither is there.
 std::filesystem::path find(const std::string& path, const std::string& key);
 

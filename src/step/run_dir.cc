@@ -127,20 +127,20 @@ bool is_unused(const fs::path& trace) {
 }
 
 /// Refuses what a run must not be written into: a link that leads nowhere, a file, somebody else's
-/// folder, and a run whose recipe is gone. Throws Error.
+/// folder, and a run whose recipe is gone. Throws Usage.
 void require_ours(const fs::path& folder) {
   constexpr std::string_view kRemedy = "; give this run another name";
-  if (folder.empty()) throw Error("the run directory has no name; give it one with --run");
+  if (folder.empty()) throw Usage("the run directory has no name; give it one with --run");
   std::error_code error;
   const fs::file_status status = fs::status(folder, error);
   if (!fs::exists(status)) {
     if (!fs::is_symlink(fs::symlink_status(folder, error))) return;
-    throw Error(cat({"the run directory ", folder.string(), " is a link to ",
+    throw Usage(cat({"the run directory ", folder.string(), " is a link to ",
                      fs::read_symlink(folder, error).string(), ", which is not there; make that",
                      " folder, or", kRemedy.substr(1)}));
   }
   if (!fs::is_directory(status)) {
-    throw Error(cat({"the run directory ", folder.string(), " is no folder", kRemedy}));
+    throw Usage(cat({"the run directory ", folder.string(), " is no folder", kRemedy}));
   }
   if (fs::exists(folder / "recipe.toml")) return;
   // Without a recipe it is new, or a run that was killed before it began.
@@ -149,14 +149,14 @@ void require_ours(const fs::path& folder) {
     const bool saved = name == "checkpoints" && fs::is_directory(folder / name) &&
                        !names_in(folder / name).empty();
     if (!saved && name != "metrics.jsonl") continue;
-    throw Error(cat({folder.string(), " has ", name,
+    throw Usage(cat({folder.string(), " has ", name,
                      " and no recipe.toml, which says how to go on; put that file back, or",
                      kRemedy.substr(1)}));
   }
   for (const std::string& name : names) {
     if (name == "checkpoints" || name == "lock" || name == "recipe.toml.part") continue;
     if (name == "trace" && is_unused(folder / name)) continue;
-    throw Error(cat({folder.string(), " is not empty and is no run (it holds ", name, ")", kRemedy,
+    throw Usage(cat({folder.string(), " is not empty and is no run (it holds ", name, ")", kRemedy,
                      ", or name an empty folder"}));
   }
 }
@@ -209,7 +209,7 @@ void RunDir::require_same(const std::string& resolved) const {
   for (std::size_t at = 0; (at = different.find('\n', at)) != std::string::npos;) {
     different.replace(at, 1, at + 1 < different.size() ? "; " : ";");
   }
-  throw Error(cat({folder_.string(), " began with another recipe (", different,
+  throw Usage(cat({folder_.string(), " began with another recipe (", different,
                    " before / now); go on with that one, or give this run another name; ",
                    recipe::kExtending}));
 }
