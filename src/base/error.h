@@ -27,7 +27,10 @@ class Error : public std::runtime_error {
 /// status 2; with 1 for every other Error: the machine, the files' contents, the run itself.
 class Usage : public Error {
  public:
-  using Error::Error;
+  // Written out: an inherited constructor with that default is more than nvcc's front end bears.
+  explicit Usage(const std::string& message,
+                 std::source_location where = std::source_location::current())
+      : Error(message, where) {}
 };
 
 /// What a Result holds when there is no value: one line, like an Error's.
