@@ -3,6 +3,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 #include "ops/rows_cuda.h"
 
 namespace lockstep::ops::cuda {
@@ -111,14 +112,9 @@ __global__ void __launch_bounds__(kLogitThreads)
     const int col = first + 4 * (static_cast<int>(threadIdx.x) + j * kLogitThreads);
     if (col >= p.vocabulary) continue;
     const float4 z = *reinterpret_cast<const float4*>(logits + col);
-    uint2 pairs;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-        : "=r"(pairs.x)
-        : "f"(one(z.y, col + 1)), "f"(one(z.x, col)));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-        : "=r"(pairs.y)
-        : "f"(one(z.w, col + 3)), "f"(one(z.z, col + 2)));
-    *reinterpret_cast<uint2*>(p.d + row * p.vocabulary + col) = pairs;
+    *reinterpret_cast<uint2*>(p.d + row * p.vocabulary + col) = {
+        to_bf16_pair(one(z.x, col), one(z.y, col + 1)),
+        to_bf16_pair(one(z.z, col + 2), one(z.w, col + 3))};
   }
 }
 

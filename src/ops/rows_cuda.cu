@@ -2,6 +2,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 #include "ops/rows_cuda.h"
 
 namespace lockstep::ops::cuda {
@@ -21,16 +22,14 @@ struct Pair {
 
 __device__ Pair load(const Bf16* x) {
   const std::uint32_t bits = *reinterpret_cast<const std::uint32_t*>(x);
-  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
+  return {low_of(bits), high_of(bits)};
 }
 __device__ Pair load(const float* x) {
   const float2 both = *reinterpret_cast<const float2*>(x);
   return {both.x, both.y};
 }
 __device__ void store(Bf16* x, float low, float high) {
-  std::uint32_t bits = 0;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  *reinterpret_cast<std::uint32_t*>(x) = bits;
+  *reinterpret_cast<std::uint32_t*>(x) = to_bf16_pair(low, high);
 }
 
 /// Of kLanes that lie together.

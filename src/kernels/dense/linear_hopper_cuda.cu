@@ -16,6 +16,7 @@
 #include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 
+#include "numerics/bf16_pair_cuda.h"
 namespace lockstep::kernels {
 namespace {
 
@@ -199,12 +200,6 @@ __device__ void multiply_segment(const Params& a, const Ring& ring, wgmma::Place
   if (before >= 0 && speaks) wgmma::arrive(&ring.barriers->empty[before]);
 }
 
-__device__ std::uint32_t bf16_pair(float low, float high) {
-  std::uint32_t pair = 0;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 /// Outputs `out` and the next of row `row`.
 __device__ void put_pair(const Params& a, int row, int out, float low, float high) {
   if (!a.pairs) {
@@ -215,7 +210,7 @@ __device__ void put_pair(const Params& a, int row, int out, float low, float hig
     if (a.p.y != nullptr) {
       *reinterpret_cast<float2*>(a.p.y + at) = make_float2(low, high);
     } else {
-      *reinterpret_cast<std::uint32_t*>(a.p.y_bf16 + at) = bf16_pair(low, high);
+      *reinterpret_cast<std::uint32_t*>(a.p.y_bf16 + at) = to_bf16_pair(low, high);
     }
   }
 }
@@ -231,8 +226,8 @@ __device__ void put_row(const Params& a, int row, bool exists, int out, int half
     const int first = odd ? out + 6 : out;
 #pragma unroll
     for (int j = 0; j < kCount / 4; j += 2) {
-      const std::uint32_t low = bf16_pair(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-      const std::uint32_t high = bf16_pair(d[4 * j + 2 * half + 4], d[4 * j + 2 * half + 5]);
+      const std::uint32_t low = to_bf16_pair(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      const std::uint32_t high = to_bf16_pair(d[4 * j + 2 * half + 4], d[4 * j + 2 * half + 5]);
       const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? low : high, 1);
       if (exists && first + 8 * j < a.p.out) {
         *reinterpret_cast<uint2*>(to + first + 8 * j) =
@@ -378,7 +373,7 @@ __device__ void add_fours(const Params& a, const Tile& tile, const float* parts)
         sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
       }
       *reinterpret_cast<uint2*>(line + at) =
-          make_uint2(bf16_pair(sum.x, sum.y), bf16_pair(sum.z, sum.w));
+          make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
     }
   }
 }

@@ -3,19 +3,9 @@
 
 #include <cstdint>
 
-#include "numerics/bf16.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
-
-/// Both rounded to nearest even, the first in the low half.
-__device__ inline std::uint32_t to_bf16_pair(float low, float high) {
-  std::uint32_t pair = 0;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ inline float low_of(std::uint32_t pair) { return float_of(pair << 16); }
-__device__ inline float high_of(std::uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
 
 /// sum_of_squares() of lanes.h, over n numbers that all threads of a warp see in shared memory:
 /// the first 16 threads are the lanes. Every thread is given the sum.

@@ -210,11 +210,6 @@ __global__ void row_powers_kernel(std::uint32_t* powers, std::int32_t out, std::
   powers[at] = gf2::power(8 * static_cast<std::uint64_t>(behind));
 }
 
-constexpr int kTableThreads = 64;
-unsigned int table_blocks(std::int64_t threads) {
-  return static_cast<unsigned int>((threads + kTableThreads - 1) / kTableThreads);
-}
-
 /// As many blocks as the device holds, and no more than there is work for.
 template <typename Kernel>
 unsigned int blocks_for(Kernel kernel, std::int64_t warps, Device device) {

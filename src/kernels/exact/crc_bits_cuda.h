@@ -59,4 +59,10 @@ __device__ inline std::uint32_t of_lane(const std::uint32_t (&words)[4]) {
   return (upper ? kept[1] : kept[0]) | __shfl_xor_sync(0xFFFFFFFFu, upper ? kept[0] : kept[1], 2);
 }
 
+/// Blocks of threads that make a table, an entry or so a thread.
+inline constexpr int kTableThreads = 64;
+inline unsigned int table_blocks(std::int64_t threads) {
+  return static_cast<unsigned int>((threads + kTableThreads - 1) / kTableThreads);
+}
+
 }  // namespace lockstep::kernels

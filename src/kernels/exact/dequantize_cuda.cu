@@ -5,6 +5,7 @@
 #include "kernels/exact/code_value_cuda.h"
 #include "kernels/exact/dequantize_rows.h"
 #include "kernels/exact/sixteen_cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -43,12 +44,6 @@ __device__ inline float2 unpack_half(std::uint32_t pair) {
   return values;
 }
 
-__device__ inline std::uint32_t bf16_pair(float2 values) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.y), "f"(values.x));
-  return pair;
-}
-
 /// Threads: x along the row, y over rows. E2M1 alone.
 template <bool kBf16, bool kF32>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Params p) {
@@ -72,8 +67,9 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
     values[i].y *= factor;
   }
   if constexpr (kBf16) {
+    const auto pair = [](float2 both) { return to_bf16_pair(both.x, both.y); };
     *reinterpret_cast<uint4*>(p.bf16 + row * p.bf16_stride + eight * 8) = {
-        bf16_pair(values[0]), bf16_pair(values[1]), bf16_pair(values[2]), bf16_pair(values[3])};
+        pair(values[0]), pair(values[1]), pair(values[2]), pair(values[3])};
   }
   if constexpr (kF32) {
     auto* to = reinterpret_cast<float4*>(p.f32 + row * p.f32_stride + eight * 8);

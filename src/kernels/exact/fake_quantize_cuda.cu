@@ -4,6 +4,7 @@
 #include "device/cuda/cuda.h"
 #include "kernels/exact/fake_quantize.h"
 #include "kernels/exact/sixteen_cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) worth_kernel(const __grid_constant__
       // A zero has no sign.
       low = __fadd_rn(low * 0x1p14f * factor, 0.0f);
       high = __fadd_rn(high * 0x1p14f * factor, 0.0f);
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(worth[k]) : "f"(high), "f"(low));
+      worth[k] = to_bf16_pair(low, high);
     }
     x[2 * i] = {worth[0], worth[1], worth[2], worth[3]};
     x[2 * i + 1] = {worth[4], worth[5], worth[6], worth[7]};

@@ -7,18 +7,13 @@
 #include "kernels/exact/crc_bits_cuda.h"
 #include "kernels/exact/gf2.h"
 #include "kernels/exact/place_numbers_rows.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
 
 constexpr int kNumberThreads = 256;
 constexpr int kSegments = kNumberCols / 32;
-
-__device__ inline std::uint32_t rounded_pair(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 
 /// The last item whose units begin at or before it.
 __device__ inline std::int32_t item_of(const NumbersItem* items, std::int32_t count,
@@ -66,15 +61,13 @@ __global__ void __launch_bounds__(kNumberThreads, 2)
       uint4 words[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        words[h] = {rounded_pair(x[h][0].x, x[h][0].y), rounded_pair(x[h][0].z, x[h][0].w),
-                    rounded_pair(x[h][1].x, x[h][1].y), rounded_pair(x[h][1].z, x[h][1].w)};
-        const auto is_bad = [](std::uint32_t pair) {
-          return (pair & 0x7F80u) == 0x7F80u || (pair & 0x7F800000u) == 0x7F800000u;
-        };
+        words[h] = {to_bf16_pair(x[h][0].x, x[h][0].y), to_bf16_pair(x[h][0].z, x[h][0].w),
+                    to_bf16_pair(x[h][1].x, x[h][1].y), to_bf16_pair(x[h][1].z, x[h][1].w)};
         const std::int64_t at = first + (g + 8 * h) * kNumberCols + 32 * s + 8 * quad;
         if (at < 0) continue;
         *reinterpret_cast<uint4*>(item.to + at) = words[h];
-        if (is_bad(words[h].x) || is_bad(words[h].y) || is_bad(words[h].z) || is_bad(words[h].w)) {
+        if (!(is_finite_pair(words[h].x) && is_finite_pair(words[h].y) &&
+              is_finite_pair(words[h].z) && is_finite_pair(words[h].w))) {
           look_at(item, at, x[h]);
         }
       }
@@ -144,7 +137,7 @@ __global__ void numbers_tables_kernel(NumbersTables* tables) {
 void numbers_tables_cuda(NumbersTables* tables, Device device, Stream stream) {
   const cuda::OnDevice scope(device.index);
   constexpr int kAll = kSegments * 128 + kNumberRows + 256 + 4096;
-  numbers_tables_kernel<<<(kAll + 63) / 64, 64, 0, cuda::stream_of(stream)>>>(tables);
+  numbers_tables_kernel<<<table_blocks(kAll), kTableThreads, 0, cuda::stream_of(stream)>>>(tables);
   cuda::require_launch("numbers_tables_kernel");
 }
 

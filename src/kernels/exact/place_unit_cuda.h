@@ -13,6 +13,7 @@
 #include "kernels/exact/sixteen_cuda.h"
 #include "kernels/exact/tile_words_cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels::place_device {
 
@@ -68,12 +69,6 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t parity
       "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
-}
-
-__device__ inline std::uint32_t bf16_words(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
 }
 
 /// n / d of small numbers, given 1 / d: what the product is off by is less than a half of that.
@@ -159,7 +154,7 @@ __device__ inline uint2 quantize_sixteen(const float (&x)[16], const MatrixScale
   constexpr std::uint32_t kDown = 0x2B802B80u;  // 2^-40 twice
   Sixteen numbers;
 #pragma unroll
-  for (int k = 0; k < 8; ++k) numbers.words[k] = bf16_words(x[2 * k], x[2 * k + 1]);
+  for (int k = 0; k < 8; ++k) numbers.words[k] = to_bf16_pair(x[2 * k], x[2 * k + 1]);
   byte = e4m3_byte(float_of(abs_max_bits(numbers) << 16) * by.per_scale);
   const float worth = e4m3_value(byte);  // of a code of 1, in units of 2^n
   const SixteenScale scale = nvfp4_sixteen(worth * by.unit);

@@ -29,7 +29,7 @@ __device__ inline void tell_amax(const PlaceArgs& p, PlaceShared& s, std::int32_
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float4 x = unit[32 * k + lane];
-      most = abs_max_pair(most, abs_max_pair(bf16_words(x.x, x.y), bf16_words(x.z, x.w)));
+      most = abs_max_pair(most, abs_max_pair(to_bf16_pair(x.x, x.y), to_bf16_pair(x.z, x.w)));
     }
     most = __reduce_max_sync(0xFFFFFFFFu, max(most & 0x7FFFu, most >> 16 & 0x7FFFu));
     if (most >= 0x7F80u) {
@@ -317,11 +317,6 @@ __global__ void place_bits_kernel(std::uint32_t* bits, std::int32_t chunks) {
     for (int t = 0; t < 4; ++t) word |= (power >> (8 * t + g) & 1u) << (8 * t + k);
   }
   bits[chunks * 256 + behind * 32 + lane] = word;
-}
-
-constexpr int kTableThreads = 64;
-unsigned int table_blocks(std::int64_t threads) {
-  return static_cast<unsigned int>((threads + kTableThreads - 1) / kTableThreads);
 }
 
 }  // namespace

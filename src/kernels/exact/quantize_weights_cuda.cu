@@ -11,6 +11,7 @@
 #include "kernels/exact/sixteen_cuda.h"
 #include "kernels/exact/tile_words_cuda.h"
 #include "kernels/exact/w4a4_cuda.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -33,25 +34,15 @@ struct Weights {
   double* parts;
 };
 
-__device__ inline std::uint32_t bf16_pair(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ inline bool finite_pair(std::uint32_t pair) {
-  return (pair & 0x7FFFu) < 0x7F80u && (pair >> 16 & 0x7FFFu) < 0x7F80u;
-}
-
 __global__ void __launch_bounds__(kThreads) weight_amax_kernel(const __grid_constant__ Weights p) {
   const One& w = p.of[blockIdx.y];
   const std::int64_t count = w.sixteens * 4;
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   std::uint32_t most = 0;
   const auto look = [&](std::int64_t i, float4 x) {
-    const std::uint32_t low = bf16_pair(x.x, x.y), high = bf16_pair(x.z, x.w);
+    const std::uint32_t low = to_bf16_pair(x.x, x.y), high = to_bf16_pair(x.z, x.w);
     most = abs_max_pair(most, abs_max_pair(low, high));
-    if (finite_pair(low) && finite_pair(high)) return;
+    if (is_finite_pair(low) && is_finite_pair(high)) return;
     const float values[4] = {x.x, x.y, x.z, x.w};
     for (int k = 3; k >= 0; --k) {
       if (!is_finite(to_bf16(values[k]))) {
@@ -97,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) weight_codes_kernel(const __grid_con
     }
     Sixteen numbers;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) numbers.words[k] = bf16_pair(x[2 * k], x[2 * k + 1]);
+    for (int k = 0; k < 8; ++k) numbers.words[k] = to_bf16_pair(x[2 * k], x[2 * k + 1]);
     const std::uint32_t byte = e4m3_byte(float_of(abs_max_bits(numbers) << 16) * per_scale);
     const SixteenScale scale = nvfp4_sixteen(e4m3_value(byte) * unit);
     if (down) {

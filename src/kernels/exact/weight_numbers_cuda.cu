@@ -4,7 +4,7 @@
 #include "device/cuda/cuda.h"
 #include "kernels/exact/block_sum_cuda.h"
 #include "kernels/exact/weight_numbers_cuda.h"
-#include "numerics/bf16.h"
+#include "numerics/bf16_pair_cuda.h"
 
 namespace lockstep::kernels {
 namespace {
@@ -53,14 +53,12 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     copy_eights_kernel(const uint4* from, uint4* to, std::int64_t eights, std::int64_t of_row,
                        std::int32_t* bad) {
-  const auto is_bad = [](std::uint32_t pair) {
-    return (pair & 0x7F80u) == 0x7F80u || (pair & 0x7F800000u) == 0x7F800000u;
-  };
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < eights; i += step) {
     const uint4 x = __ldcs(from + i);
     to[i] = x;
-    if (is_bad(x.x) || is_bad(x.y) || is_bad(x.z) || is_bad(x.w)) {
+    if (!(is_finite_pair(x.x) && is_finite_pair(x.y) && is_finite_pair(x.z) &&
+          is_finite_pair(x.w))) {
       atomicMin(bad, static_cast<std::int32_t>(i / of_row));
     }
   }
