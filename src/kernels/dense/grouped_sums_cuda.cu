@@ -211,9 +211,9 @@ void grouped_sums_cuda(const GroupedSumsArgs& args, Stream stream) {
                         .tiles = static_cast<std::int32_t>(tiles),
                         .all = static_cast<std::int32_t>(groups * tiles)};
   constexpr int kBytes = sizeof(SumsShared) + 1024;
-  static const cudaError_t raised = cudaFuncSetAttribute(
-      grouped_sums_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  cuda::require(raised, "cudaFuncSetAttribute");
+  cuda::require(cudaFuncSetAttribute(grouped_sums_kernel,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                "cudaFuncSetAttribute");
   const auto grid =
       static_cast<unsigned>(std::min<std::int64_t>(groups * tiles, cuda::multiprocessors(index)));
   grouped_sums_kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(a, b, p);

@@ -12,6 +12,7 @@
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/once.h"
 #include "kernels/dense/linear_params_cuda.h"
 #include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
@@ -461,12 +462,13 @@ int ceil_div(std::int64_t a, int b) { return static_cast<int>((a + b - 1) / b); 
 constexpr int kSharedAll = 232'448;   // that a block may have
 constexpr int kSharedMost = 212'000;  // leaves room for blocks of a small launch before this one
 
-/// Clusters that have all of their multiprocessors' shared memory and run at once.
-int most_clusters() {
+/// Clusters that have all of their multiprocessors' shared memory and run at once. The device is
+/// current.
+int most_clusters(std::int8_t device) {
   using S = Shape<176, 1, 1, kSegments>;
-  static const int most =
-      wgmma::most_clusters(linear_kernel<S>, kSegments, S::kThreads, kSharedAll);
-  return most;
+  return cuda::once_a_device(device, [] {
+    return wgmma::most_clusters(linear_kernel<S>, kSegments, S::kThreads, kSharedAll);
+  });
 }
 
 template <int kN, int kRowGroups, int kColGroups, int kSplit>
@@ -526,12 +528,12 @@ void linear_hopper(const LinearParams& p, std::int8_t device, Stream stream) {
       return launch<192, 2, 1, 1>(p, device, stream);
     }
     // A share of a GPU may have no room for a cluster.
-    if (grouped || ceil_div(p.out, 192) >= blocks || most_clusters() == 0) {
+    if (grouped || ceil_div(p.out, 192) >= blocks || most_clusters(device) == 0) {
       return launch<96, 1, 2, 1>(p, device, stream);
     }
   }
   const auto fits = [&](int outs) {  // at once
-    return std::int64_t{ceil_div(p.rows, 64)} * ceil_div(p.out, outs) <= most_clusters();
+    return std::int64_t{ceil_div(p.rows, 64)} * ceil_div(p.out, outs) <= most_clusters(device);
   };
   if (fits(16)) return launch<16, 1, 1, kSegments>(p, device, stream);
   if (fits(32)) return launch<32, 1, 1, kSegments>(p, device, stream);

@@ -9,6 +9,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/once.h"
 #include "kernels/dense/lanes.h"
 #include "kernels/dense/route_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -347,11 +348,11 @@ static_assert(kRouteRows * kLine <= kOfWeight);
 
 constexpr int kMostBytes = kRouteStages * (kRouteRows * kLine + kOfWeight) + int{sizeof(Desk)};
 
-/// Of a share of a GPU, whose multiprocessors may lie apart, perhaps not.
-bool has_room_for_cluster() {
-  static const bool has_room =
-      wgmma::most_clusters(route_kernel, kBlocks, 32 * kRouteWarps, kMostBytes) > 0;
-  return has_room;
+/// Of a share of a GPU, whose multiprocessors may lie apart, perhaps not. The device is current.
+bool has_room_for_cluster(std::int8_t device) {
+  return cuda::once_a_device(device, [] {
+           return wgmma::most_clusters(route_kernel, kBlocks, 32 * kRouteWarps, kMostBytes);
+         }) > 0;
 }
 
 }  // namespace
@@ -368,7 +369,7 @@ bool route_cuda(const RouteArgs& args, Stream stream) {
     return false;
   }
   const cuda::OnDevice scope(device);
-  if (!has_room_for_cluster()) return false;
+  if (!has_room_for_cluster(device)) return false;
   const int box_rows = static_cast<int>((rows + 7) / 8) * 8;
   const RouteParams params{.experts = args.experts.data,
                            .gates = args.gates.data,
