@@ -16,8 +16,8 @@
 #include "kernels/dense/linear_params_cuda.h"
 #include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
-
 #include "numerics/bf16_pair_cuda.h"
+
 namespace lockstep::kernels {
 namespace {
 
@@ -26,15 +26,16 @@ using wgmma::kDepth;
 constexpr int kLineBytes = 2 * kDepth;
 constexpr int kGroupedBox = 16;  // rows of a copy where groups of rows differ in size
 constexpr int kMostStages = 16;
-constexpr int kZeroBytes = 1024;
+constexpr int kZeroBytes = 64 * kLineBytes;  // rows of a product
 
 struct Params {
   LinearParams p;
   std::int32_t row_tiles;
   std::int32_t tiles;
   std::int32_t stages;
-  std::int32_t box_rows;   // of x in a copy
-  std::int32_t x_bytes;    // of a stage
+  std::int32_t box_rows;  // of x in a copy
+  std::int32_t x_bytes;   // of a stage
+  std::int32_t zero_bytes;
   std::int32_t part_rows;  // that a block of a cluster adds up
   std::int32_t part_bytes;
   bool pairs;  // y takes two outputs at once,
@@ -71,7 +72,7 @@ struct Barriers {
 struct Ring {
   std::uint32_t x;
   std::uint32_t weight;
-  std::uint64_t zeros;  // a tile's descriptor
+  std::uint64_t zeros;  // a tile's descriptor, where there are any
   std::uint32_t parts;  // [kSegments, part_rows, kPartStride] sums
   Barriers* barriers;
 };
@@ -401,11 +402,9 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t base = wgmma::shared_address(shared);
   const int stages = a.stages * (a.x_bytes + S::kWeightBytes);
-  // Eight rows of zeros, over and over.
-  const std::uint64_t zeros = wgmma::descriptor(base + stages) & ~(std::uint64_t{0x3FFF} << 32);
-  const int after = stages + kZeroBytes + a.part_bytes;
-  const Ring ring{base, base + a.stages * a.x_bytes, zeros, base + stages + kZeroBytes,
-                  reinterpret_cast<Barriers*>(shared + after)};
+  const int parts_at = stages + a.zero_bytes;
+  const Ring ring{base, base + a.stages * a.x_bytes, wgmma::descriptor(base + stages),
+                  base + parts_at, reinterpret_cast<Barriers*>(shared + parts_at + a.part_bytes)};
   const int thread = static_cast<int>(threadIdx.x);
   Tile tile{};
   if constexpr (S::kSplit > 1) tile = tile_of<S>(a, static_cast<int>(blockIdx.x) / S::kSplit);
@@ -427,8 +426,10 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
       wgmma::publish_barriers();
     }
   }
-  if (thread < kZeroBytes / 16) {
-    reinterpret_cast<uint4*>(shared + stages)[thread] = make_uint4(0, 0, 0, 0);
+  if (a.zero_bytes > 0) {
+    for (int i = thread; i < kZeroBytes / 16; i += S::kThreads) {
+      reinterpret_cast<uint4*>(shared + stages)[i] = make_uint4(0, 0, 0, 0);
+    }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
@@ -449,7 +450,7 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
     if constexpr (S::kSplit == 1) {
       consume<S>(a, ring);
     } else {
-      auto* const parts = reinterpret_cast<float*>(shared + stages + kZeroBytes);
+      auto* const parts = reinterpret_cast<float*>(shared + parts_at);
       consume_segment<S>(a, ring, tile, parts);
       add_segments<S>(a, ring, tile, parts);
     }
@@ -486,7 +487,9 @@ void launch(const LinearParams& p, std::int8_t device, Stream stream) {
       kSplit > 1 ? kSegments * a.part_rows * S::kPartStride * static_cast<int>(sizeof(float)) : 0;
   const int stage = a.x_bytes + S::kWeightBytes;
   constexpr int kBarriers = (2 * kMostStages + 1) * 8;
-  const int others = kZeroBytes + a.part_bytes + kBarriers;
+  // A segment that is no whole number of kDepth ends among zeros.
+  a.zero_bytes = p.in % (kSegments * kDepth) == 0 ? 0 : kZeroBytes;
+  const int others = a.zero_bytes + a.part_bytes + kBarriers;
   const int room = kSplit > 1 && kRowGroups == 1 ? kSharedMost : kSharedAll;
   const int steps = kSplit > 1 ? ceil_div(p.in, kSplit * kDepth) + 1 : kMostStages;
   a.stages = std::min({kMostStages, steps, (room - others) / stage});
