@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kWide ? kMostWarps * 32 : kThreads)
   const QuantizeParams& p = lane.p;
   const std::uint32_t thread = threadIdx.x;
   const std::uint32_t width = kWide ? blockDim.x : kLanes;
-  const std::uint32_t row = kWide ? blockIdx.x : (blockIdx.x * kThreads + thread) / kLanes;
+  const std::uint32_t row = kWide ? blockIdx.x : blockIdx.x * (kThreads / kLanes) + thread / kLanes;
   const std::uint32_t within = kWide ? thread : thread % kLanes;
   // How many of the lane's sixteens are there: c * width + within < blocks.
   const std::int32_t mine =
