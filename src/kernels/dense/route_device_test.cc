@@ -5,9 +5,11 @@
 #include <cmath>
 #include <vector>
 
+#include "device/stream.h"
 #include "device/testing.h"
 #include "kernels/dense/check.h"
 #include "kernels/dense/dispatch.h"
+#include "kernels/dense/rms_norm.h"
 #include "kernels/dense/route.h"
 #include "kernels/dense/router.h"
 #include "kernels/dense/testing.h"
@@ -178,6 +180,51 @@ TEST_P(RouteOnDevice, ARowDoesNotDependOnItsCompany) {
       EXPECT_EQ(some.experts, first(all.experts));
       EXPECT_TRUE(same_gates(some.gates, first(all.gates)));
     }
+  }
+}
+
+/// A norm of long rows lets the next launch begin at once and takes its time: the route, whose
+/// weight is older, begins beside it, and must neither read the rows that it makes nor write what
+/// it may read before it has ended.
+TEST_P(RouteOnDevice, WaitsForALaunchThatIsUnderWay) {
+  constexpr std::int64_t kIn = 2048, kCount = 128, kSlots = 8, kLong = 1 << 15;
+  const Device device = GetParam();
+  const OwnedStream stream(device);
+  for (const std::int64_t rows : {1, 8, 64}) {
+    const RouteCase op({rows, kIn, kCount, kSlots}, device);
+    const Buffer from = to_device(random_bf16(rows * kLong, 7), device);
+    const Buffer norm = to_device(std::vector<Bf16>(kLong, to_bf16(1.0f)), device);
+    const Buffer normed(device, from.bytes(), stream);
+    const Buffer logits(device, rows * kCount * 4, stream),
+        chosen(device, rows * kSlots * 8, stream),
+        index(device, (kCount + 1 + 2 * rows * kSlots) * 4, stream);
+    const auto items = static_cast<std::size_t>(rows * kSlots);
+    const auto run = [&](bool beside) {
+      for (const Buffer* to : {&normed, &logits, &chosen, &index}) {
+        fill_bytes(to->as<void>(), device, 0xFF, to->bytes(), stream);
+      }
+      rms_norm({.x = rows_of(from.as<const Bf16>(), rows, kLong, device),
+                .weight = {norm.as<const Bf16>(), kLong},
+                .y = rows_of(normed.as<Bf16>(), rows, kLong, device)},
+               stream);
+      if (!beside) stream.wait();
+      auto* const at = index.as<std::int32_t>();
+      route({.x = {normed.as<const Bf16>(), {rows, kIn}, {kLong, 1}, device},
+             .weight = op.matrix(),
+             .settled = beside,
+             .logits = rows_of(logits.as<float>(), rows, kCount, device),
+             .experts = rows_of(chosen.as<std::int32_t>(), rows, kSlots, device),
+             .gates = rows_of(chosen.as<float>() + items, rows, kSlots, device),
+             .offsets = {at, kCount + 1},
+             .row_of = {at + kCount + 1, items},
+             .slot_of = {at + kCount + 1 + items, items}},
+            stream);
+      stream.wait();
+      return std::pair(to_host<std::int32_t>(chosen), to_host<std::int32_t>(index));
+    };
+    const auto alone = run(false);
+    EXPECT_EQ(alone.second[kCount], rows * kSlots);
+    for (int time = 0; time < 20; ++time) ASSERT_EQ(run(true), alone) << rows << " " << time;
   }
 }
 
