@@ -2,6 +2,8 @@
 /// step.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -64,18 +66,24 @@ class BothWays {
 
   void update(WeightPlacer& placer, std::uint64_t round) {
     const auto count = static_cast<std::int64_t>(shapes_.size());
-    std::vector<Buffer> masters;
+    std::vector<Buffer> masters, samples;
     const Buffer sums = to_device(std::vector<std::uint32_t>(shapes_.size()), device_);
     const Buffer bad = to_device(std::vector<std::uint64_t>(shapes_.size(), ~0ull), device_);
     std::vector<PlacedWeight> weights;
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
       masters.push_back(to_device(numbers_of(shapes_[i], i, round == 1), device_));
+      const auto [out, cols] = shapes_[i];
+      const Buffer& sample = samples.emplace_back(device_, sample_bytes(out, cols, step_of(i)));
+      fill_bytes(sample.as<void>(), device_, 0xEE, sample.bytes());
+      const bool is_sampled = i % 5 != 4;
       weights.push_back({.master = master(masters[i], i),
                          .place = place(tiles_[i], i),
                          .expert = 0,
                          .flips = round == 1 ? counts_.as<std::int64_t>() : nullptr,
                          .bad = bad.as<std::uint64_t>() + i,
-                         .sum = sums.as<std::uint32_t>() + i});
+                         .sum = sums.as<std::uint32_t>() + i,
+                         .sample = is_sampled ? sample.as<>() : nullptr,
+                         .sample_step = step_of(i)});
       EXPECT_TRUE(placer.takes(rule_, weights[i].master));
     }
     WeightSums at_once(device_, {}), one_by_one(device_, {});
@@ -83,7 +91,13 @@ class BothWays {
     Crc32cList list(device_);
     std::vector<Buffer> keep;
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
-      take_one(weights[i].master, i, round, one_by_one, list, keep);
+      const auto codes = take_one(weights[i].master, i, round, one_by_one, list, keep);
+      if (weights[i].sample != nullptr) {
+        expect_sample(to_host<std::uint8_t>(samples[i]), codes, shapes_[i], step_of(i));
+      } else {
+        const auto left = to_host<std::uint8_t>(samples[i]);
+        EXPECT_EQ(std::ranges::count(left, 0xEE), std::ssize(left)) << i;
+      }
     }
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
       EXPECT_EQ(to_host<std::uint8_t>(tiles_[i]), to_host<std::uint8_t>(other_[i])) << i;
@@ -124,8 +138,37 @@ class BothWays {
     return {buffer.as<>(), 1, shapes_[i].out, shapes_[i].cols, device_};
   }
 
-  void take_one(const TensorView<const float, 2>& from, std::size_t i, std::uint64_t round,
-                WeightSums& sums, Crc32cList& list, std::vector<Buffer>& keep) {
+  static std::int64_t step_of(std::size_t i) { return std::array{1, 3, 16, 37}[i % 4]; }
+
+  /// A sample is the scale, then so many rows' codes, then their scales; but for the scale's bytes
+  /// 4 to 15, nothing in it is left as it was.
+  static void expect_sample(const std::vector<std::uint8_t>& sample,
+                            const PackedView<std::uint8_t>& codes, const Shape& shape,
+                            std::int64_t step) {
+    std::vector<std::uint8_t> wanted(16, 0xEE);
+    const auto global =
+        host_of(reinterpret_cast<const std::uint8_t*>(codes.global.data), 4, codes.codes.device);
+    std::copy(global.begin(), global.end(), wanted.begin());
+    for (const auto& of : {codes.codes, codes.scales}) {
+      const auto all = host_of(of.data, of.shape[0] * of.shape[1], of.device);
+      for (std::int64_t row = 0; row < shape.out; row += step) {
+        const auto from = all.begin() + row * of.shape[1];
+        wanted.insert(wanted.end(), from, from + of.shape[1]);
+      }
+    }
+    EXPECT_EQ(sample, wanted) << shape.out << " by " << shape.cols << ", every " << step;
+  }
+  static std::vector<std::uint8_t> host_of(const std::uint8_t* data, std::int64_t bytes,
+                                           Device device) {
+    std::vector<std::uint8_t> here(static_cast<std::size_t>(bytes));
+    copy_bytes(here.data(), {}, data, device, bytes, {});
+    synchronize(device);
+    return here;
+  }
+
+  PackedView<std::uint8_t> take_one(const TensorView<const float, 2>& from, std::size_t i,
+                                    std::uint64_t round, WeightSums& sums, Crc32cList& list,
+                                    std::vector<Buffer>& keep) {
     const auto [out, cols] = shapes_[i];
     const auto bytes = [&](std::int64_t rows, std::int64_t width) {
       const Buffer& made = keep.emplace_back(device_, rows * width);
@@ -146,6 +189,7 @@ class BothWays {
     list.add({codes.codes,
               codes.scales,
               {reinterpret_cast<const std::uint8_t*>(codes.global.data), {1, 4}, {4, 1}, device_}});
+    return codes;
   }
 
   Device device_;
@@ -191,12 +235,16 @@ TEST_P(PlaceWeightsOn, WhatIsNotFiniteIsFoundWhereItStands) {
   const Buffer tiles = to_device(
       std::vector<std::uint8_t>(static_cast<std::size_t>(W4a4Weights::expert_bytes(96, 128)), 0x55),
       device);
+  const Buffer sample = to_device(
+      std::vector<std::uint8_t>(static_cast<std::size_t>(sample_bytes(96, 128, 5)), 0x55), device);
   const PlacedWeight weight = {.master = {there.as<float>(), {96, 128}, {128, 1}, device},
                                .place = {tiles.as<>(), 1, 96, 128, device},
                                .expert = 0,
                                .flips = nullptr,
                                .bad = bad.as<std::uint64_t>(),
-                               .sum = sum.as<std::uint32_t>()};
+                               .sum = sum.as<std::uint32_t>(),
+                               .sample = sample.as<>(),
+                               .sample_step = 5};
   WeightSums sums(device, {});
   WeightPlacer placer(device, {});
   placer.place({&weight, 1}, placed_rule(448), sums);
@@ -205,6 +253,8 @@ TEST_P(PlaceWeightsOn, WhatIsNotFiniteIsFoundWhereItStands) {
   for (std::size_t i = W4a4Weights::kHeaderBytes; i < bytes.size(); ++i) {
     ASSERT_EQ(bytes[i], 0) << i;
   }
+  const auto sampled = to_host<std::uint8_t>(sample);
+  EXPECT_EQ(std::count(sampled.begin() + 16, sampled.end(), 0), std::ssize(sampled) - 16);
 }
 
 TEST_P(PlaceWeightsOn, TakesOnlyWhatItsKernelCan) {
