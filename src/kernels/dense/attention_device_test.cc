@@ -275,6 +275,35 @@ TEST_P(AttentionOnDevice, RowsDoNotDependOnHowACallIsCut) {
   }
 }
 
+/// Runs of rows, rows, words or bytes at a time; the ring's places are filled several times, and
+/// the last block of values has a few keys alone.
+TEST_P(AttentionOnDevice, HowRowsComeChangesNoBit) {
+  if (!on_cuda()) GTEST_SKIP() << "of a CUDA device";
+  for (const Quantizer& rule : {kNvfp4, kFp8, kMxfp4, Quantizer{}}) {
+    for (const Shape shape : {Shape{4, 2, 32}, {3, 1, 32}, {6, 3, 64}, {8, 4, 128}}) {
+      const Problem p(shape, {331});
+      std::vector<Bf16> expected;
+      for (const std::int32_t page_tokens : {16, 1, 7, 8, 64}) {
+        for (const bool aligned : {true, false}) {
+          Cache k(rule, p.kv_width(), page_tokens, p.lengths, aligned);
+          Cache v(rule, p.kv_width(), page_tokens, p.lengths, aligned);
+          p.write(k, v);
+          const auto out = attend(p, k, v, 329, 2);
+          if (expected.empty()) expected = out;
+          EXPECT_TRUE(out == expected) << name_of(rule.element) << " dim " << shape.dim
+                                       << ", pages of " << page_tokens << ", " << aligned;
+        }
+      }
+      for (std::int64_t row = 329; row < 331; ++row) {
+        std::vector<Bf16> all(static_cast<std::size_t>(row * shape.heads * shape.dim));
+        all.insert(all.end(), expected.begin() + (row - 329) * shape.heads * shape.dim,
+                   expected.end());
+        check_head(worth(p, rule), row, 0, all, errors(shape, rule));
+      }
+    }
+  }
+}
+
 /// More keys than the L2 holds, so that they come when they like, and more splits than blocks of
 /// threads.
 TEST_P(AttentionOnDevice, ManyLongSequencesGiveTheSameBitsEachTime) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/cuda/arrivals.h"
 #include "kernels/dense/attention_block_cuda.h"
 
 namespace lockstep::kernels {
@@ -125,7 +126,7 @@ class Ring {
   __device__ void start(int writers, int readers) const {
     if (threadIdx.x < kStages) {
       full(threadIdx.x).start(writers);
-      empty(threadIdx.x).start(readers);
+      empty(threadIdx.x).start(readers * cuda::kArrivals);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -141,7 +142,7 @@ class Ring {
   /// By a warp that has read the block.
   __device__ void release(const RingPlace& place, int lane) const {
     __syncwarp();
-    if (lane == 0) empty(place.at()).arrive();
+    if (cuda::arrives(lane)) empty(place.at()).arrive();
   }
 
  private:
@@ -199,11 +200,14 @@ class Loader {
     ring_.wait_empty(to);
     unsigned char* const rows = ring_.stage(to);
     const Barrier done = ring_.full(to);
-    if (is_value_ && count < kKeys) clear(rows + count * stride(), (kKeys - count) * stride());
+    if (is_value_ && count < kKeys) {  // behind what a copy of whole 16 bytes brings
+      const int end = whole(count * stride());
+      clear(rows + end, kKeys * stride() - end);
+    }
     if (p_.copy == KvCopy::kWords) {
       copy_words(rows, from, count);
       done.arrive_later();
-      if (lane_ == 0) done.arrive();  // with what was cleared
+      if (cuda::arrives(lane_)) done.arrive();  // with what was cleared
       return;
     }
     if (p_.copy == KvCopy::kBytes) {
@@ -211,13 +215,14 @@ class Loader {
       return done.arrive();
     }
     if (p_.copy == KvCopy::kRuns) return copy_runs(done, rows, from, count);
-    if (lane_ == 0) done.expect(count * row_bytes());
-    __syncwarp();
+    announce(done, count * row_bytes());
     copy_rows(done, rows, from, count);
   }
   /// Arrivals that fill a block.
   static __device__ int writers(const AttentionParams& p) {
-    return p.copy == KvCopy::kWords ? 33 : p.copy == KvCopy::kBytes ? 32 : 1;
+    return p.copy == KvCopy::kWords   ? 32 + cuda::kArrivals
+           : p.copy == KvCopy::kBytes ? 32
+                                      : cuda::kArrivals;
   }
 
  private:
@@ -245,8 +250,7 @@ class Loader {
   /// and codes, whose scales are 0.
   __device__ void copy_runs(const Barrier& done, unsigned char* rows, const PagePlace& from,
                             int count) const {
-    if (lane_ == 0) done.expect(whole(count * row_bytes()));
-    __syncwarp();
+    announce(done, whole(count * row_bytes()));
 #pragma unroll 1
     for (int i = lane_;; i += 32) {
       const int slot = i == 0 ? from.slot : 0;
@@ -258,6 +262,15 @@ class Loader {
     __syncwarp();
   }
   static __device__ int whole(int bytes) { return (bytes + 15) & ~15; }
+  /// Before any lane copies.
+  __device__ void announce(const Barrier& done, int bytes) const {
+    if (lane_ == 0) {
+      done.expect(bytes);
+    } else if (cuda::arrives(lane_)) {
+      done.arrive();
+    }
+    __syncwarp();
+  }
   /// A lane a key.
   __device__ void copy_rows(const Barrier& done, unsigned char* rows, const PagePlace& from,
                             int count) const {

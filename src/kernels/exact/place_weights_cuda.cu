@@ -3,6 +3,7 @@
 /// tells its largest magnitudes and the one after it is on its way.
 #include <algorithm>
 
+#include "device/cuda/arrivals.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "kernels/exact/gf2.h"
@@ -45,10 +46,8 @@ __device__ inline void tell_amax(const PlaceArgs& p, PlaceShared& s, std::int32_
       }
     }
   }
-  if (lane == 0) {
-    s.amax[step & 1][warp] = most;
-    barrier_arrive(&s.told[step & 1]);
-  }
+  if (lane == 0) s.amax[step & 1][warp] = most;
+  if (cuda::arrives(lane)) barrier_arrive(&s.told[step & 1]);
 }
 
 /// Codes of x to where they go, and all that is to be known of them.
@@ -135,7 +134,7 @@ __device__ void place_units(const PlaceArgs& p, PlaceShared& s) {
     barrier_wait(&s.ready[step & 1], parity_of(step));
     if (order.matrix >= 0) place_unit(p, s, step, order, x, flips);
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.summed[step & 1]);
+    if (cuda::arrives(lane)) barrier_arrive(&s.summed[step & 1]);
   }
   flips.add();
 }
@@ -189,7 +188,8 @@ __device__ void trade(const PlaceArgs& p, PlaceShared& s, std::int32_t number) {
     const std::int32_t n = own_exponent(p.rule, finite ? float_of(most << 16) : 0.0f);
     if (lane == 0) s.exponents[number & 3][k] = finite ? n : n + kNotFinite;
   }
-  if (lane == 0) barrier_arrive(&s.ready[number & 1]);
+  __syncwarp();
+  if (cuda::arrives(lane)) barrier_arrive(&s.ready[number & 1]);
 }
 
 /// Lane w writes warp w's order of a step.
@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.told[i], kPlacers);
-      barrier_init(&s.ready[i], 2);
-      barrier_init(&s.summed[i], kPlacers);
+      barrier_init(&s.told[i], kPlacers * cuda::kArrivals);
+      barrier_init(&s.ready[i], 2 * cuda::kArrivals);
+      barrier_init(&s.summed[i], kPlacers * cuda::kArrivals);
       for (int w = 0; w < kPlacers; ++w) barrier_init(&s.arrived[w][i], 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
       if (step < p.num_steps) {
         give_orders(p, s, step + 3);
         __syncwarp();
-        if (lane == 0) barrier_arrive(&s.ready[step & 1]);
+        if (cuda::arrives(lane)) barrier_arrive(&s.ready[step & 1]);
       }
       if (step > 0) add_residues(p, s, step - 1);
     }
