@@ -427,6 +427,7 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
     }
   }
   if (a.zero_bytes > 0) {
+#pragma unroll 1
     for (int i = thread; i < kZeroBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(shared + stages)[i] = make_uint4(0, 0, 0, 0);
     }
