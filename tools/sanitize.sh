@@ -13,6 +13,8 @@
 #   -t TESTS     the test programs, in quotes (default kernels_test)
 #   BUILD        a build folder with LOCKSTEP_CUDA
 #   tool ...     of memcheck racecheck synccheck initcheck; without any, all of them
+#
+# racecheck wants a build with LOCKSTEP_RACECHECK: src/device/cuda/arrivals.h says why.
 set -uo pipefail
 jobs=$(nproc)
 [ "$jobs" -gt 16 ] && jobs=16
@@ -29,11 +31,11 @@ while getopts "c:f:j:l:m:t:" option; do
     l) limit=$OPTARG ;;
     m) most=$OPTARG ;;
     t) tests=$OPTARG ;;
-    *) sed -n '2,15p' "$0"; exit 2 ;;
+    *) sed -n '2,17p' "$0"; exit 2 ;;
   esac
 done
 shift $((OPTIND - 1))
-[ $# -gt 0 ] || { sed -n '2,15p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,17p' "$0"; exit 2; }
 build=$1
 shift
 for number in "$jobs" "$limit" "$most"; do
@@ -94,6 +96,11 @@ export work limit sanitizer build tool launches
 
 failed=0
 for tool in "$@"; do
+  if [ "$tool" = racecheck ] &&
+    ! grep -qs '^LOCKSTEP_RACECHECK:BOOL=ON' "$build/CMakeCache.txt"; then
+    echo "sanitize: $build is no build with LOCKSTEP_RACECHECK: what warps hand on by barriers in" \
+      "shared memory racecheck will take for races" >&2
+  fi
   begin=$SECONDS
   timeout "$most" xargs -a "$work/list" -P "$jobs" -L 1 bash -c 'one "$@"' _ >"$work/$tool"
   clean=$(grep -c '^clean' "$work/$tool")
