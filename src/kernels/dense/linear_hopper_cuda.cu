@@ -26,16 +26,14 @@ using wgmma::kDepth;
 constexpr int kLineBytes = 2 * kDepth;
 constexpr int kGroupedBox = 16;  // rows of a copy where groups of rows differ in size
 constexpr int kMostStages = 16;
-constexpr int kZeroBytes = 64 * kLineBytes;  // rows of a product
 
 struct Params {
   LinearParams p;
   std::int32_t row_tiles;
   std::int32_t tiles;
   std::int32_t stages;
-  std::int32_t box_rows;  // of x in a copy
-  std::int32_t x_bytes;   // of a stage
-  std::int32_t zero_bytes;
+  std::int32_t box_rows;   // of x in a copy
+  std::int32_t x_bytes;    // of a stage
   std::int32_t part_rows;  // that a block of a cluster adds up
   std::int32_t part_bytes;
   bool pairs;  // y takes two outputs at once,
@@ -43,9 +41,11 @@ struct Params {
 };
 
 /// kRowGroups by kColGroups warpgroups of 64 rows by kN outputs; kSplit blocks share an output's
-/// segments.
-template <int kNumber, int kRowGroups, int kColGroups, int kBlocks>
+/// segments, which are whole numbers of kDepth, or end among zeros.
+template <int kNumber, int kRowGroups, int kColGroups, int kBlocks, bool kIsWhole>
 struct Shape {
+  static constexpr bool kWhole = kIsWhole;
+  static constexpr int kZeroBytes = kWhole ? 0 : 64 * kLineBytes;  // rows of a product
   static constexpr int kN = kNumber;
   static constexpr int kSplit = kBlocks;
   static constexpr int kColumns = kColGroups;
@@ -186,7 +186,7 @@ __device__ void multiply_segment(const Params& a, const Ring& ring, wgmma::Place
     const std::uint64_t from = wgmma::descriptor(x + at.stage * a.x_bytes);
     const std::uint64_t by = wgmma::descriptor(weight + at.stage * S::kWeightBytes);
     // What follows the segment is multiplied with zeros.
-    const bool whole = walk.end - walk.k >= kDepth;
+    const bool whole = S::kWhole || walk.end - walk.k >= kDepth;
     wgmma::begin();
     wgmma::multiply(d, from, by, before >= 0);
     wgmma::multiply(d, from + 2, by + 2, true);
@@ -402,7 +402,7 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t base = wgmma::shared_address(shared);
   const int stages = a.stages * (a.x_bytes + S::kWeightBytes);
-  const int parts_at = stages + a.zero_bytes;
+  const int parts_at = stages + S::kZeroBytes;
   const Ring ring{base, base + a.stages * a.x_bytes, wgmma::descriptor(base + stages),
                   base + parts_at, reinterpret_cast<Barriers*>(shared + parts_at + a.part_bytes)};
   const int thread = static_cast<int>(threadIdx.x);
@@ -426,9 +426,9 @@ __global__ void __cluster_dims__(S::kSplit, 1, 1) __launch_bounds__(S::kThreads)
       wgmma::publish_barriers();
     }
   }
-  if (a.zero_bytes > 0) {
+  if constexpr (!S::kWhole) {
 #pragma unroll 1
-    for (int i = thread; i < kZeroBytes / 16; i += S::kThreads) {
+    for (int i = thread; i < S::kZeroBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(shared + stages)[i] = make_uint4(0, 0, 0, 0);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -467,15 +467,15 @@ constexpr int kSharedMost = 212'000;  // leaves room for blocks of a small launc
 /// Clusters that have all of their multiprocessors' shared memory and run at once. The device is
 /// current.
 int most_clusters(std::int8_t device) {
-  using S = Shape<176, 1, 1, kSegments>;
+  using S = Shape<176, 1, 1, kSegments, true>;
   return cuda::once_a_device(device, [] {
     return wgmma::most_clusters(linear_kernel<S>, kSegments, S::kThreads, kSharedAll);
   });
 }
 
-template <int kN, int kRowGroups, int kColGroups, int kSplit>
-void launch(const LinearParams& p, std::int8_t device, Stream stream) {
-  using S = Shape<kN, kRowGroups, kColGroups, kSplit>;
+template <int kN, int kRowGroups, int kColGroups, int kSplit, bool kWhole>
+void launch_of(const LinearParams& p, std::int8_t device, Stream stream) {
+  using S = Shape<kN, kRowGroups, kColGroups, kSplit, kWhole>;
   const bool grouped = p.offsets != nullptr;
   Params a{};
   a.p = p;
@@ -488,9 +488,7 @@ void launch(const LinearParams& p, std::int8_t device, Stream stream) {
       kSplit > 1 ? kSegments * a.part_rows * S::kPartStride * static_cast<int>(sizeof(float)) : 0;
   const int stage = a.x_bytes + S::kWeightBytes;
   constexpr int kBarriers = (2 * kMostStages + 1) * 8;
-  // A segment that is no whole number of kDepth ends among zeros.
-  a.zero_bytes = p.in % (kSegments * kDepth) == 0 ? 0 : kZeroBytes;
-  const int others = a.zero_bytes + a.part_bytes + kBarriers;
+  const int others = S::kZeroBytes + a.part_bytes + kBarriers;
   const int room = kSplit > 1 && kRowGroups == 1 ? kSharedMost : kSharedAll;
   const int steps = kSplit > 1 ? ceil_div(p.in, kSplit * kDepth) + 1 : kMostStages;
   a.stages = std::min({kMostStages, steps, (room - others) / stage});
@@ -519,6 +517,14 @@ void launch(const LinearParams& p, std::int8_t device, Stream stream) {
   }
   cuda::launch_beside("linear_kernel", linear_kernel<S>, dim3(blocks), dim3(S::kThreads),
                       static_cast<std::size_t>(bytes), stream, x, weight, a);
+}
+
+template <int kN, int kRowGroups, int kColGroups, int kSplit>
+void launch(const LinearParams& p, std::int8_t device, Stream stream) {
+  if (p.in % (kSegments * kDepth) == 0) {
+    return launch_of<kN, kRowGroups, kColGroups, kSplit, true>(p, device, stream);
+  }
+  launch_of<kN, kRowGroups, kColGroups, kSplit, false>(p, device, stream);
 }
 
 }  // namespace
