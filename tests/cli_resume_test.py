@@ -1,5 +1,6 @@
 """A run that was interrupted, or whose folder was damaged: it goes on, or says in one line why not."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ MODEL = ROOT / "models/tiny-moe"
 SMALL = ["schedule.prompts=2", "schedule.samples=2", "rollout.max_new_tokens=16", "eval.prompts=0",
          "rl.kl_weight=0.001", "store.on_disk=true",  # with a KL term every group trains
          "device=cpu"]  # on a GPU a run that is to be killed would have ended
-ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT), "LOCKSTEP_WAIT": "0"}
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the program is not built")
 
@@ -93,6 +94,20 @@ def test_an_interrupted_run_says_so_and_goes_on(tmp_path, name, status):
     process.kill()
     process.communicate()
     assert [json.loads(line)["step"] for line in lines(run)[:4]] == [1, 2, 3, 4]
+
+
+def test_a_lock_that_is_given_up_meanwhile_is_waited_for(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(list(map(str, command(run))), text=True, stderr=subprocess.PIPE,
+                                   stdout=subprocess.DEVNULL, env={**ENV, "LOCKSTEP_WAIT": "600"})
+        assert process.stderr.readline() == \
+            f"waiting up to 600 s for {run}/lock, which another process has locked\n"
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    refused(call(command(run), env={**ENV, "LOCKSTEP_WAIT": "soon"}), 2, "LOCKSTEP_WAIT")
 
 
 def test_an_interrupted_rollout_leaves_nothing(tmp_path):

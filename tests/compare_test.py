@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", ROOT / "build")).resolve() / "lockstep"
-ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT)}
+ENV = {**os.environ, "LOCKSTEP_HOME": str(ROOT), "LOCKSTEP_WAIT": "0"}
 # On a GPU a run that is to be killed would have ended.
 BASE = """defaults = "recipes/demo.toml"
 device = "cpu"

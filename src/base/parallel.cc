@@ -28,7 +28,7 @@ int default_threads() {
   const char* end = asked + std::strlen(asked);
   const auto [at, error] = std::from_chars(asked, end, count);
   if (error != std::errc() || at != end || count < 1 || count > kMost) {
-    throw Error(cat({"LOCKSTEP_THREADS is \"", asked, "\": set it to a number from 1 to ", kMost,
+    throw Usage(cat({"LOCKSTEP_THREADS is \"", asked, "\": set it to a number from 1 to ", kMost,
                      ", or unset it for one thread a core"}));
   }
   return count;

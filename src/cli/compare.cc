@@ -2,7 +2,6 @@
 #include "recipe/compare.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +11,7 @@
 #include <system_error>
 
 #include "base/text.h"
+#include "base/wait.h"
 #include "cli/arms.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
@@ -248,7 +248,7 @@ void lock(const fs::path& root) {
     const std::string why = error ? error.message() : std::generic_category().message(errno);
     throw Error(cat({"cannot make the run directory ", root.string(), ": ", why}));
   }
-  if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0) return;
+  if (wait_for_lock(descriptor, file.string())) return;
   throw Error(cat({"another process is at work in ", root.string(),
                    "; wait for it, or give this comparison another --run"}));
 }

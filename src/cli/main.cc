@@ -14,6 +14,7 @@
 
 #include "base/parallel.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "cli/columns.h"
 #include "cli/interrupt.h"
 #include "cli/log.h"
@@ -323,7 +324,9 @@ const char* const kOfTheScript =
     "  test [--all]                every test that this machine can run; --all: the long ones too\n"
     "  bench                       every benchmark\n\n"
     "Each verb has its own --help. Variables: LOCKSTEP_PYTHON, a Python whose torch is used;\n"
-    "LOCKSTEP_BUILD, the build folder; LOCKSTEP_THREADS, how many threads work.\n"
+    "LOCKSTEP_BUILD, the build folder; LOCKSTEP_THREADS, how many threads work; LOCKSTEP_WAIT, "
+    "how\n"
+    "many seconds a lock or memory is waited for that another process is giving up, default 10.\n"
     "Exit status: 0, done; 1, it failed; 2, the command line or a recipe is at fault; 130 and "
     "143,\n"
     "interrupted by SIGINT and SIGTERM.\n";
@@ -368,7 +371,9 @@ int run(int argc, char** argv) {
         std::string(wrong.what()) + "; ./lockstep " +
         (named.starts_with('-') ? "--help lists the verbs" : named + " --help lists its options"));
   }
+  tell_of_waiting(info);
   threads();  // a LOCKSTEP_THREADS that is no number is refused before anything else
+  longest_wait();
   return chosen();
 }
 

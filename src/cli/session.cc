@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "base/timer.h"
+#include "base/wait.h"
 #include "cli/log.h"
 #include "cli/machine.h"
 #include "cli/verbs.h"
@@ -250,6 +251,13 @@ void require_room(const std::filesystem::path& folder, std::int64_t bytes, const
 }
 
 void require_memory(const recipe::Budget& budget, Device device) {
+  const bool on_cpu = device.kind == Device::Kind::kCpu;
+  if (on_cpu && budget.host() <= memory().total) {
+    wait_for(cat({recipe::bytes_text(budget.host()), " of memory"}), [&] {
+      const std::int64_t available = memory().available;
+      return available == 0 || budget.host() <= available;
+    });
+  }
   const Memory there = memory();
   recipe::require_host_memory({.total = there.total, .free = there.available}, budget, device);
 }

@@ -3,6 +3,7 @@
 #include "base/build.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "device/cuda/cuda.h"
 
 namespace lockstep {
@@ -42,6 +43,13 @@ void Slab::take() {
     if (memory_ == 0) {  // the pool may keep what nobody owns
       trim_pool(device_);
       memory_ = cuda::map(device_.index, data_, range_);
+    }
+    // A neighbour that was killed may hold it still.
+    if (memory_ == 0 && range_ <= device_memory(device_).total) {
+      wait_for(cat({range_, " bytes of CUDA device ", static_cast<int>(device_.index)}), [&] {
+        memory_ = cuda::map(device_.index, data_, range_);
+        return memory_ != 0;
+      });
     }
     if (memory_ == 0) {
       throw Error(cat({"device: ", range_, " bytes were asked for on CUDA device ",

@@ -14,7 +14,8 @@ namespace lockstep {
 class Slab {
  public:
   Slab() = default;
-  /// With its memory. Throws Error naming the bytes asked for and those free.
+  /// With its memory, for which it waits as take() does. Throws Error naming the bytes asked for
+  /// and those free.
   Slab(Device device, std::int64_t bytes);
   ~Slab() { reset(); }
   Slab(Slab&& other) noexcept { swap(other); }
@@ -36,7 +37,8 @@ class Slab {
   std::int64_t owed() const;
   /// What was written is lost, except on a CPU. Waits for the device.
   void give_back();
-  /// Does nothing where the memory is there. Throws Error naming the bytes asked for and those
+  /// Does nothing where the memory is there. Waits for a neighbour that gives it up within
+  /// longest_wait(). Throws Error naming the bytes asked for and those
   /// free, and can be called again.
   void take();
 

@@ -4,8 +4,10 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 
 #include "base/error.h"
+#include "base/wait.h"
 #include "device/stream.h"
 #include "device/testing.h"
 
@@ -108,18 +110,41 @@ TEST_P(Slabs, SayWhatIsMissing) {
   std::string refused;
   {
     const Buffer others(GetParam(), device_memory(GetParam()).free - (1ll << 30));
+    ::setenv("LOCKSTEP_WAIT", "0.2", 1);
     try {
       slab.take();
     } catch (const Error& error) {
       refused = error.what();
     }
     EXPECT_GT(slab.owed(), 0);
+    ::unsetenv("LOCKSTEP_WAIT");
   }
   EXPECT_NE(refused.find("4294967296 bytes were asked for"), std::string::npos) << refused;
   synchronize(GetParam());
   slab.take();  // of the pool's, which it gives up
   fill_bytes(slab.as<void>(), GetParam(), 3, slab.bytes());
   EXPECT_EQ(last(slab), 3);
+}
+
+/// A neighbour gives it up once it is waited for.
+TEST_P(Slabs, WaitForMemoryThatIsBeingFreed) {
+  if (!on_cuda()) return;
+  Slab slab(GetParam(), 4ll << 30);
+  slab.give_back();
+  trim_pool(GetParam());
+  static Slab others;
+  static int waits;
+  waits = 0;
+  others = Slab(GetParam(), device_memory(GetParam()).for_others - (1ll << 30));
+  ::setenv("LOCKSTEP_WAIT", "3600", 1);
+  tell_of_waiting([](const std::string&) {
+    ++waits;
+    others = Slab();
+  });
+  slab.take();
+  ::unsetenv("LOCKSTEP_WAIT");
+  EXPECT_EQ(slab.owed(), 0);
+  EXPECT_EQ(waits, 1);
 }
 
 /// Any number of times, at one address; how long it takes is told, not judged.

@@ -8,6 +8,7 @@
 #include "base/build.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "device/memory.h"
 #include "model/names.h"
 #include "record/agreement.h"
@@ -495,6 +496,10 @@ Device ready_device(const std::string& name, const Budget& b) {
   if (device.kind == Device::Kind::kCpu) return device;
   if (const std::string why = why_unusable(device); !why.empty()) {
     throw Error(cat({"device is ", name, ": ", why}));
+  }
+  if (b.device() <= device_memory(device).total) {
+    wait_for(cat({bytes_text(b.device()), " of device ", name}),
+             [&] { return b.device() <= device_memory(device).free; });
   }
   require_memory(name, device_memory(device), b);
   return device;

@@ -55,7 +55,8 @@ std::int64_t trainer_bytes(const std::string& device, bool bf16);
 std::string to_string(const Budget& budget);
 
 /// The recipe's device, once it is known to be there and to have room for the budget's rollout
-/// weights, cache, trainer and evaluation, as they follow each other. Throws Error naming what is
+/// weights, cache, trainer and evaluation, as they follow each other. Waits for memory that a
+/// neighbour gives up within longest_wait(). Throws Error naming what is
 /// missing: the bytes of each part where it is memory.
 Device ready_device(const std::string& name, const Budget& budget);
 

@@ -1,7 +1,6 @@
 #include "step/run_dir.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "recipe/recipe.h"
 #include "step/events.h"
 
@@ -173,7 +173,7 @@ RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(
     throw Error(cat({"cannot make the run directory ", folder_.string(), ": ", error.message()}));
   }
   lock_ = open_or_fail(folder_ / "lock", O_RDWR | O_CREAT);
-  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+  if (!wait_for_lock(lock_, (folder_ / "lock").string())) {
     ::close(lock_);
     throw Error(cat({"another process is at work in ", folder_.string(),
                      "; wait for it, or give this run another name"}));

@@ -1,7 +1,6 @@
 #include "store/file.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "base/wait.h"
 
 namespace lockstep::store {
 namespace {
@@ -90,6 +90,6 @@ Result<void> File::sync() const {
   return {};
 }
 
-bool File::lock() const { return ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0; }
+bool File::lock() const { return wait_for_lock(descriptor_, name_); }
 
 }  // namespace lockstep::store

@@ -31,7 +31,7 @@ class File {
   Result<void> truncate(std::int64_t size) const;
   Result<void> sync() const;
 
-  /// Takes the file's advisory lock; false: another process holds it.
+  /// Takes the file's advisory lock, after waiting for it; false: another process holds it still.
   bool lock() const;
 
   const std::string& name() const { return name_; }
