@@ -1,6 +1,9 @@
 /// What the ops of this folder require of their arguments.
 #pragma once
 
+#include <cstdint>
+#include <span>
+
 #include "base/build.h"
 #include "base/error.h"
 #include "base/text.h"
@@ -27,6 +30,22 @@ void require_shape(const char* op, const char* name, const TensorView<T, 2>& vie
     throw Error(cat({op, ": ", name, " is [", view.shape[0], ", ", view.shape[1], "] with strides ",
                      view.stride[0], ", ", view.stride[1], "; expected [", rows, ", ", cols,
                      "] with contiguous rows"}));
+  }
+}
+
+/// Throws unless there is somewhere to put what is found of `rows` rows.
+inline void require_bad(const char* op, const std::int32_t* bad, std::int64_t rows) {
+  if (bad != nullptr || rows == 0) return;
+  throw Error(cat({op, ": bad is null for ", rows, " rows; expected a number on their device"}));
+}
+
+/// Throws unless each of a list on the CPU lies in [0, end). A device's own are its kernel's
+/// affair.
+inline void require_below(const char* op, const char* name, std::span<const std::int32_t> list,
+                          std::int64_t end) {
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (list[i] >= 0 && list[i] < end) continue;
+    throw Error(cat({op, ": ", name, "[", i, "] is ", list[i], "; expected 0..", end - 1}));
   }
 }
 

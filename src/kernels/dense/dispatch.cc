@@ -34,6 +34,11 @@ void dispatch(const DispatchArgs& args, Stream stream) {
           i);
     }
   };
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int32_t* chosen = args.experts.data + row * args.experts.stride[0];
+    require_below("dispatch", "experts of a row", {chosen, static_cast<std::size_t>(slots)},
+                  args.num_experts);
+  }
   std::fill(args.offsets.begin(), args.offsets.end(), 0);
   each([&](std::size_t expert, std::int64_t) { ++args.offsets[expert + 1]; });
   for (std::size_t e = 1; e < args.offsets.size(); ++e) args.offsets[e] += args.offsets[e - 1];

@@ -75,6 +75,7 @@ void residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32
   const Device device = x.device;
   require_shape("residual_add", "x", x, x.shape[0], x.shape[1], device);
   require_shape("residual_add", "h", h, x.shape[0], x.shape[1], device);
+  require_bad("residual_add", bad, x.shape[0]);
   if (on_cuda("residual_add", device)) {
     if constexpr (build::has_cuda) return residual_add_cuda(x, h, bad, stream);
   }
@@ -83,6 +84,7 @@ void residual_add(TensorView<const Bf16, 2> x, TensorView<Bf16, 2> h, std::int32
 
 void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stream) {
   require_shape("first_nonfinite", "x", x, x.shape[0], x.shape[1], x.device);
+  require_bad("first_nonfinite", bad, x.shape[0]);
   if (on_cuda("first_nonfinite", x.device)) {
     if constexpr (build::has_cuda) return first_nonfinite_cuda(x, bad, stream);
   }
@@ -91,6 +93,7 @@ void first_nonfinite(TensorView<const Bf16, 2> x, std::int32_t* bad, Stream stre
 
 void first_nonfinite(TensorView<const float, 2> x, std::int32_t* bad, Stream stream) {
   require_shape("first_nonfinite", "x", x, x.shape[0], x.shape[1], x.device);
+  require_bad("first_nonfinite", bad, x.shape[0]);
   if (on_cuda("first_nonfinite", x.device)) {
     if constexpr (build::has_cuda) return first_nonfinite_cuda(x, bad, stream);
   }
@@ -139,7 +142,9 @@ void gather_rows(TensorView<const std::uint8_t, 2> from, std::span<const std::in
 void gather_rows(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
                  Stream stream) {
   if (all.empty()) return;
-  if (all.size() > kMostGathers) throw Error("gather_rows: more than kMostGathers at once");
+  if (all.size() > kMostGathers) {
+    throw Error(cat({"gather_rows: ", all.size(), " at once; at most ", kMostGathers}));
+  }
   const auto rows = static_cast<std::int64_t>(index.size());
   const Device device = all[0].from.device;
   for (const auto& [from, to] : all) {
@@ -154,6 +159,7 @@ void gather_rows(std::span<const GatherArgs> all, std::span<const std::int32_t> 
   }
   for (const auto& [from, to] : all) {
     const std::int64_t cols = from.shape[1];
+    require_below("gather_rows", "index", index, from.shape[0]);
     parallel_for(rows, grain(cols, 1 << 18), [&](std::int64_t first, std::int64_t end) {
       for (; first < end; ++first) {
         const std::int64_t row = index[static_cast<std::size_t>(first)];

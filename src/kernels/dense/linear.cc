@@ -129,6 +129,11 @@ void pack_rows(TensorView<const Bf16, 2> rows, std::int64_t first, const PackedM
 }
 
 void unpack_row(const PackedMatrix& from, std::int64_t row, std::span<Bf16> into) {
+  require_packed("unpack_row", from);
+  if (row < 0 || row >= from.out || std::ssize(into) < from.in) {
+    throw Error(cat({"unpack_row: row ", row, " into ", into.size(), " numbers; expected 0..",
+                     from.out - 1, " and ", from.in}));
+  }
   if (on_cuda("unpack_row", from.device)) {
     copy_bytes(into.data(), {}, from.data + row * from.in, from.device, bytes_of(from.in));
     return synchronize(from.device);
@@ -168,17 +173,18 @@ void grouped_linear_bf16(const GroupedLinearArgs& args, Stream stream) {
   const std::int64_t rows = args.x.shape[0];
   require_shape("grouped_linear_bf16", "x", args.x, rows, args.weights.in, args.weights.device);
   require_shape("grouped_linear_bf16", "y", args.y, rows, args.weights.out, args.weights.device);
+  const auto& offsets = args.offsets;
+  if (offsets.empty()) throw Error("grouped_linear_bf16: offsets are empty; expected groups + 1");
+  if (!args.to.empty() && static_cast<std::int64_t>(args.to.size()) != rows) {
+    throw Error(cat({"grouped_linear_bf16: ", args.to.size(), " targets; expected ", rows}));
+  }
   if (on_cuda("grouped_linear_bf16", args.weights.device)) {
     if constexpr (build::has_cuda) return linear_cuda(args, true, {}, false, stream);
   }
-  const auto& offsets = args.offsets;
-  if (offsets.empty() || offsets.front() != 0 || offsets.back() != rows ||
+  if (offsets.front() != 0 || offsets.back() != rows ||
       !std::is_sorted(offsets.begin(), offsets.end())) {
     throw Error(
         cat({"grouped_linear_bf16: offsets must rise from 0 to the number of rows, ", rows}));
-  }
-  if (!args.to.empty() && static_cast<std::int64_t>(args.to.size()) != rows) {
-    throw Error(cat({"grouped_linear_bf16: ", args.to.size(), " targets; expected ", rows}));
   }
   run(args, {});
 }

@@ -43,10 +43,12 @@ void rope(const RopeArgs& args, Stream stream) {
   const std::int64_t cols = args.x.shape[1];
   const Device device = args.x.device;
   require_shape("rope", "x", args.x, rows, cols, device);
-  if (args.head_dim <= 0 || args.head_dim % 2 != 0 || cols % args.head_dim != 0) {
-    throw Error(cat({"rope: head_dim is ", args.head_dim, "; expected an even divisor of ", cols}));
+  if (args.head_dim <= 0 || args.head_dim % 2 != 0 || cols == 0 || cols % args.head_dim != 0) {
+    throw Error(cat({"rope: head_dim is ", args.head_dim, " of ", cols,
+                     " columns; expected an even divisor of some"}));
   }
-  if (static_cast<std::int64_t>(args.positions.size()) != rows || args.table == nullptr) {
+  if (args.table == nullptr) throw Error("rope: table is null; expected one on x's device");
+  if (static_cast<std::int64_t>(args.positions.size()) != rows) {
     throw Error(cat({"rope: ", args.positions.size(), " positions for ", rows, " rows"}));
   }
   if (args.table->device() != device) {

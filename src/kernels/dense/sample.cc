@@ -33,9 +33,12 @@ void sample(const SampleArgs& args, Stream stream) {
   needs("given tokens", args.given.size(), true);
   needs("log-probs", args.logps.size(), false);
   const std::int64_t bytes = sample_workspace(draws, vocabulary);
-  if (vocabulary == 0 || static_cast<std::int64_t>(args.workspace.size()) < bytes) {
-    throw Error(cat({"sample: a workspace of ", args.workspace.size(), " bytes for ", draws,
-                     " draws of ", vocabulary, "; expected ", bytes}));
+  const auto at = reinterpret_cast<std::uintptr_t>(args.workspace.data());
+  if (vocabulary == 0 || static_cast<std::int64_t>(args.workspace.size()) < bytes ||
+      at % alignof(double) != 0) {
+    throw Error(cat({"sample: a workspace of ", args.workspace.size(), " bytes at ", at % 256,
+                     " past a multiple of 256, for ", draws, " draws of ", vocabulary,
+                     "; expected ", bytes, " at a multiple of ", alignof(double)}));
   }
   if constexpr (build::has_cuda) sample_cuda(args, stream);
 }

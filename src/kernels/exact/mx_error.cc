@@ -72,6 +72,11 @@ MxError mx_error(TensorView<const Bf16, 2> x, const Quantizer& rule) {
   if (!rule.is_mx() || rule.element != Element::kE2m1) {
     throw Error("mx_error: the rule is not MXFP4, whose error alone has these parts");
   }
+  if (x.device.kind != Device::Kind::kCpu) throw Error("mx_error: x must lie on the CPU");
+  if ((x.shape[1] > 1 && x.stride[1] != 1) || (x.empty() && x.shape[0] > 0 && x.shape[1] > 0)) {
+    throw Error(cat({"mx_error: x is ", x.empty() ? "null" : "there", " with stride ", x.stride[1],
+                     " along a row; expected contiguous rows"}));
+  }
   if (x.shape[1] % rule.block != 0) {
     throw Error(
         cat({"mx_error: x has ", x.shape[1], " columns, must be a multiple of ", rule.block}));

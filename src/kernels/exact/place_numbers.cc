@@ -4,6 +4,7 @@
 
 #include "base/build.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "kernels/exact/place_numbers_rows.h"
 
 namespace lockstep::kernels {
@@ -32,7 +33,10 @@ void NumberPlacer::place(std::span<const PlacedNumbers> weights) {
   std::int64_t units = 0;
   for (const PlacedNumbers& weight : weights) {
     if (!takes(weight.master, weight.to)) {
-      throw Error("place_numbers: there is no kernel for where these numbers lie");
+      throw Error(cat({"place_numbers: master is [", weight.master.shape[0], ", ",
+                       weight.master.shape[1], "] with stride ", weight.master.stride[0],
+                       "; expected whole rows of a multiple of 8, both sides at a multiple of 16 "
+                       "bytes of the placer's CUDA device"}));
     }
     const std::int64_t numbers = weight.master.shape[0] * weight.master.shape[1];
     items.push_back({weight.master.data, weight.to,

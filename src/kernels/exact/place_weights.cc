@@ -8,6 +8,7 @@
 
 #include "base/build.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "kernels/exact/crc32c_rows.h"
 #include "kernels/exact/place_weights_rows.h"
 #include "kernels/exact/quantize_weights_rows.h"
@@ -75,7 +76,10 @@ void WeightPlacer::place(std::span<const PlacedWeight> weights, const Quantizer&
     const W4a4Weights& to = weight.place;
     if (!takes(rule, weight.master) || to.device != device_ || to.scaled ||
         weight.master.shape != std::array<std::int64_t, 2>{to.out, to.cols}) {
-      throw Error("place_weights: there is no kernel for this weight, or it is not the place's");
+      throw Error(cat({"place_weights: master is [", weight.master.shape[0], ", ",
+                       weight.master.shape[1], "], its place [", to.out, ", ", to.cols,
+                       "]; expected the same, multiples of 16 and 64, on the placer's CUDA device, "
+                       "under a rule that it takes"}));
     }
     prepare(to.out, to.cols);
   }
