@@ -4,6 +4,8 @@
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 
 #include "base/error.h"
 #include "recipe/preflight.h"
@@ -516,6 +518,26 @@ TEST(Arm, APresetThatNoRolloutRunsIsNamed) {
     ArmSpec spec = arm_spec("naive");
     spec.contract = preset;
     EXPECT_THROW(bind(spec, ModelConfig{.num_layers = 2}), Error) << preset;
+  }
+}
+
+/// docs/recipes.md has a row for each key, as the code has it.
+TEST(Recipe, TheDocumentHasEveryKey) {
+  std::ifstream in("docs/recipes.md");
+  const std::string document(std::istreambuf_iterator<char>(in), {});
+  ASSERT_FALSE(document.empty());
+  Recipe recipe;
+  SftRecipe sft;
+  std::string of_sft;  // those that train has not
+  const std::string of_train = reference(keys(recipe));
+  for (const Key& key : keys(sft)) {
+    const std::string row = reference({&key, 1});
+    if (of_train.find(row) == std::string::npos) of_sft += row;
+  }
+  for (const std::string& rows : {of_train, of_sft}) {
+    EXPECT_NE(document.find("|---|---|---|---|\n" + rows + "\n"), std::string::npos)
+        << "write into docs/recipes.md:\n"
+        << rows;
   }
 }
 

@@ -333,6 +333,49 @@ std::string write(std::span<const Key> keys) {
   return out;
 }
 
+namespace {
+
+/// "0 to 1", "above 0, to 100", "1 or more".
+std::string numbers_of(const Key& key, bool whole) {
+  constexpr double kNoEnd = 2147483647;  // what stands for none in whole numbers, or more
+  const bool ends = key.most < (whole ? kNoEnd : std::numeric_limits<double>::infinity());
+  if (key.above) return cat({"above ", key.least, ends ? cat({", to ", key.most}) : ""});
+  return ends ? cat({key.least, " to ", key.most}) : cat({key.least, " or more"});
+}
+
+std::string may_be(const Key& key) {
+  const auto in_code = [](const std::vector<std::string>& names) {
+    std::string out;
+    for (const std::string& name : names) out += (out.empty() ? "`" : ", `") + name + "`";
+    return out;
+  };
+  return std::visit(
+      Overloaded{[](bool*) { return std::string("true, false"); },
+                 [](std::string*) { return std::string("text"); },
+                 [&](std::vector<std::int8_t>*) { return "list of " + numbers_of(key, true); },
+                 [&](const Choice& choice) { return in_code(choice.names); },
+                 [&](const Flags& flags) { return "list of " + in_code(flags.names); },
+                 [&](const Bytes&) { return "bytes, " + numbers_of(key, true); },
+                 [&](const Interval&) { return "two of " + numbers_of(key, true); },
+                 [&](const Format& format) { return "true, false, " + in_code(format.names); },
+                 [&](const auto* number) {
+                   return numbers_of(key,
+                                     std::is_integral_v<std::remove_cvref_t<decltype(*number)>>);
+                 }},
+      key.target);
+}
+
+}  // namespace
+
+std::string reference(std::span<const Key> keys) {
+  std::string out;
+  for (const Key& key : keys) {
+    out += "| `" + key.name + "` | `" + print(key.target) + "` | " + may_be(key) + " | " + key.doc +
+           " |\n";
+  }
+  return out;
+}
+
 std::string differences(std::string_view before, std::string_view after,
                         const std::string& old_file) {
   auto old_lines = lines_of(before, old_file);

@@ -94,6 +94,10 @@ void assign(std::span<const Entry> entries, std::span<const Key> keys);
 /// The keys with their present values as TOML, each under its line of doc.
 std::string write(std::span<const Key> keys);
 
+/// The keys with their present values, the defaults, as rows of a Markdown table: key, default,
+/// what it may be, and doc.
+std::string reference(std::span<const Key> keys);
+
 /// `name = value` of the keys that differ between two such texts, old / new, one a line. Throws
 /// Error naming `old_file` where the first is none.
 std::string differences(std::string_view before, std::string_view after,
