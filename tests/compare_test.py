@@ -163,9 +163,14 @@ def test_arm_that_stops_does_not_end_the_comparison(tmp_path, jobs):
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = run([*compare(tmp_path), "--seeds", "1", "--jobs", jobs, "schedule.steps=1"])
     assert done.returncode == 1
-    assert "naive, seed 1 stopped" in done.stderr.splitlines()[-1]
-    assert "another process" in done.stderr.splitlines()[-1]
-    assert list(json.loads((tmp_path / "run/summary.json").read_text())["arms"]) == ["scale"]
+    assert "naive, seed 1 stopped at step 1: another process" in done.stderr.splitlines()[-1]
+    assert "naive: seed 1 stopped at step 1: another process" in done.stdout
+    row = [line for line in done.stdout.splitlines() if line.startswith("naive ")][0].split()
+    assert row[1] == "-" and row[-1] == "stopped", row
+    arms = json.loads((tmp_path / "run/summary.json").read_text())["arms"]
+    assert list(arms) == ["naive", "scale"] and "stopped" not in arms["scale"]
+    assert arms["naive"]["reward_last"] is None and len(arms["naive"]["stopped"]) == 1
+    assert not (folder / "stopped.json").exists()  # it is somebody else's
     again = [*compare(tmp_path), "--seeds", "1", "--arms", "scale", "schedule.steps=1"]
     with open(tmp_path / "run/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -175,6 +180,34 @@ def test_arm_that_stops_does_not_end_the_comparison(tmp_path, jobs):
     (tmp_path / "run/scale/seed_1/metrics.jsonl").write_text("junk")
     done = run(again)
     assert done.returncode == 1 and "scale is left out" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_where_an_arm_stopped_stands_everywhere(tmp_path, jobs):
+    """One whose third step finds no numbers; going on, it stops there again, or ends."""
+    assert run([*compare(tmp_path), "--seeds", "1", "schedule.steps=2"]).returncode == 0
+    folder = tmp_path / "run/naive/seed_1"
+    state = next((folder / "checkpoints/step_2/training_state").iterdir())
+    whole = state.read_bytes()
+    state.write_bytes(whole[:100])
+    command = [*compare(tmp_path), "--seeds", "1", "--jobs", jobs, "schedule.steps=3"]
+    done = run(command)
+    assert done.returncode == 1
+    why = "naive, seed 1 stopped at step 3: "
+    assert why in done.stderr.splitlines()[-1] and state.name in done.stderr.splitlines()[-1]
+    assert "naive: seed 1 stopped at step 3: " in done.stdout
+    arms = json.loads((tmp_path / "run/summary.json").read_text())["arms"]
+    assert arms["naive"]["verdict"].startswith("bad: seed 1 stopped at step 3: ")
+    stop = json.loads((folder / "stopped.json").read_text())
+    assert stop["step"] == 3 and state.name in stop["why"]
+    page = (tmp_path / "run/report.html").read_text()
+    assert "stopped at step 3: " in page and "(naive/seed_1 stopped at step 3)" in page
+    # Mended, it goes on, and nothing of it is left.
+    state.write_bytes(whole)
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "stopped.json").exists() and "stopped at" not in done.stdout
+    assert "stopped at step" not in (tmp_path / "run/report.html").read_text()
 
 
 def test_runs_side_by_side_end_with_the_process_that_started_them(tmp_path):

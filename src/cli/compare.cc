@@ -97,9 +97,26 @@ std::string time_text(double seconds) {
   return seconds < 90 ? cat({std::ceil(seconds), " s"}) : cat({std::ceil(seconds / 60), " min"});
 }
 
-/// One behind the other, in this process. Returns why some could not go on, a line each.
-std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
-  std::vector<std::string> stopped;
+/// A run that could not go on: an arm whose loss is no number any more is a finding.
+struct Stopped {
+  const Cell* cell;
+  std::string why;
+  std::int64_t step;  // the one that it did not end
+
+  std::string text() const { return instruments::to_string({step, why}); }
+};
+
+Stopped stop_of(const Cell& cell, const std::string& why) {
+  instruments::RunData run;
+  const auto text = read_text(cell.folder / "metrics.jsonl", std::size_t{4} << 30);
+  if (text) instruments::read_metrics(*text, run);
+  const double last = run.steps.empty() ? 0 : run.steps.back();
+  return {&cell, why, static_cast<std::int64_t>(last) + 1};
+}
+
+/// One behind the other, in this process. Returns those that could not go on.
+std::vector<Stopped> run_here(const std::vector<const Cell*>& cells) {
+  std::vector<Stopped> stopped;
   const double began = seconds();
   std::int64_t done = 0;
   for (const Cell* cell : cells) {
@@ -111,9 +128,8 @@ std::vector<std::string> run_here(const std::vector<const Cell*>& cells) {
     try {
       run_shown(cell->recipe, cell->folder, cell->name());
     } catch (const std::exception& error) {
-      // An arm whose loss is no number any more is a finding; the others are still to be seen.
-      stopped.push_back(cat({cell->name(), " stopped: ", said(error)}));
-      warn(stopped.back());
+      stopped.push_back(stop_of(*cell, said(error)));  // the others are still to be seen
+      warn(cat({cell->name(), " ", stopped.back().text()}));
     }
     ++done;
   }
@@ -216,9 +232,9 @@ void find_device_apart(std::vector<Cell>& cells, const CompareArgs& args,
 }
 
 /// Each by this command with --cell, the run's place among all.
-std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const Cell* first,
-                                   const CompareArgs& args, const recipe::Comparison& comparison,
-                                   const fs::path& root) {
+std::vector<Stopped> run_apart(const std::vector<const Cell*>& cells, const Cell* first,
+                               const CompareArgs& args, const recipe::Comparison& comparison,
+                               const fs::path& root) {
   std::vector<Job> jobs;
   for (const Cell* cell : cells) {
     Job job{.name = cell->name(), .args = same_runs(args, comparison, root)};
@@ -231,9 +247,9 @@ std::vector<std::string> run_apart(const std::vector<const Cell*>& cells, const 
   const Shares shares(cells, args.jobs);
   if (shares.at_once > 1) info(cat({"runs side by side: ", shares.at_once}));
   const std::vector<std::string> failed = run_jobs(jobs, shares.at_once, shares.cards);
-  std::vector<std::string> stopped;
+  std::vector<Stopped> stopped;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
-    if (!failed[i].empty()) stopped.push_back(cat({jobs[i].name, " stopped: ", failed[i]}));
+    if (!failed[i].empty()) stopped.push_back(stop_of(*cells[i], failed[i]));
   }
   return stopped;
 }
@@ -253,26 +269,54 @@ void lock(const fs::path& root) {
                    "; wait for it, or give this comparison another --run"}));
 }
 
-/// A run that has ended and cannot be read is told of in `stopped`.
+/// Leaves in each run's folder that it stopped, for the page and whoever looks there.
+void leave_stops(const std::vector<Stopped>& stopped) {
+  for (const Stopped& run : stopped) {
+    try {
+      instruments::write_stop(run.cell->folder, run.why);
+    } catch (const Error& error) {
+      warn(cat({"why ", run.cell->name(), " stopped is not kept: ", error.what()}));
+    }
+  }
+}
+
+/// What a run's arm is told of it: it stopped where, and why.
+std::string stop_of(const Cell& cell, const std::vector<Stopped>& stopped) {
+  for (const Stopped& run : stopped) {
+    if (run.cell == &cell) return cat({"seed ", cell.recipe.schedule.seed, " ", run.text()});
+  }
+  return "";
+}
+
+/// A run that has ended and cannot be read is told of in `lines`. An arm none of whose runs did a
+/// step has its row nevertheless.
 std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
                                  const std::vector<Cell>& cells,
-                                 std::vector<std::string>& stopped) {
+                                 const std::vector<Stopped>& stopped,
+                                 std::vector<std::string>& lines) {
   std::vector<ArmFigures> arms;
   for (const std::string& arm : comparison.arms) {
     std::vector<instruments::RunData> runs;
+    std::vector<std::string> stops;
     double full = 0;
     for (const Cell& cell : cells) {
-      if (cell.arm != arm || !fs::exists(cell.folder / "metrics.jsonl")) continue;
+      if (cell.arm != arm) continue;
+      full = cell.full_code_bytes;
+      const std::string stop = stop_of(cell, stopped);
+      if (!stop.empty()) stops.push_back(stop);
+      if (!fs::exists(cell.folder / "metrics.jsonl")) continue;
       try {
         runs.push_back(read_shown(cell.folder));
       } catch (const Error& error) {
-        if (cell.ended) stopped.push_back(cat({arm, " is left out: ", error.what()}));
+        if (cell.ended) lines.push_back(cat({arm, " is left out: ", error.what()}));
         continue;  // or it stopped in its first step, and said so
       }
-      if (!has_ended(cell.folder, cell.recipe.schedule.steps)) runs.back().verdict = "bad: stopped";
-      full = cell.full_code_bytes;
+      if (!stop.empty()) runs.back().verdict = "bad: " + stop;
     }
-    if (!runs.empty()) arms.push_back(figures_of(arm, runs, full));
+    if (runs.empty() && stops.empty()) continue;
+    arms.push_back(figures_of(arm, runs, full));
+    arms.back().stops = stops;
+    if (runs.empty()) arms.back().verdict = "bad: " + stops.front();
   }
   return arms;
 }
@@ -281,7 +325,8 @@ std::vector<ArmFigures> read_all(const recipe::Comparison& comparison,
 std::string by_gap(std::vector<ArmFigures> arms) {
   std::string out;
   for (const ArmFigures& arm : arms) {
-    if (arm.verdict.size() > 2) out += arm.arm + ": " + arm.verdict + "\n";
+    for (const std::string& stop : arm.stops) out += arm.arm + ": " + stop + "\n";
+    if (arm.stops.empty() && arm.verdict.size() > 2) out += arm.arm + ": " + arm.verdict + "\n";
   }
   // A run of few steps may have none.
   std::erase_if(arms, [](const ArmFigures& arm) { return std::isnan(arm.gap_last.mean); });
@@ -340,11 +385,16 @@ int compare(const CompareArgs& args) {
   }
   // A run that breaks a GPU breaks it for its process alone.
   const bool apart = !left.empty() && (args.jobs > 1 || left.front()->recipe.device != "cpu");
-  std::vector<std::string> stopped =
+  const std::vector<Stopped> stopped =
       apart ? run_apart(left, cells.data(), args, comparison, root) : run_here(left);
 
-  const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped);
-  if (arms.empty()) throw Error("no run has done a step: " + stopped.front());
+  leave_stops(stopped);
+  std::vector<std::string> lines;
+  for (const Stopped& run : stopped) lines.push_back(cat({run.cell->name(), " ", run.text()}));
+  const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped, lines);
+  if (std::all_of(arms.begin(), arms.end(), [](const ArmFigures& a) { return a.seeds.empty(); })) {
+    throw Error("no run has done a step: " + (lines.empty() ? "none began" : lines.front()));
+  }
   const double took = run_seconds(arms, seconds() - began);
   write_summary(root, arms, first.rollout.drift, took, true);
   print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
@@ -353,8 +403,8 @@ int compare(const CompareArgs& args) {
   print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
              " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
   report({.runs = {root.string()}, .out = "", .figures = ""});
-  for (const std::string& line : stopped) error(line);
-  return stopped.empty() ? 0 : 1;
+  for (const std::string& line : lines) error(line);
+  return lines.empty() ? 0 : 1;
 }
 
 }  // namespace lockstep::cli

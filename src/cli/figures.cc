@@ -181,7 +181,8 @@ std::string comparison_table(const std::vector<ArmFigures>& arms) {
     const std::string times = text_of(a.gap_growth, growth);
     outcome.push_back({a.arm, text_of(a.reward_last, fraction), text_of(a.eval, fraction),
                        text_of(a.gap_last, gap), times == "-" ? times : "x" + times,
-                       text_of(a.p99_last, fraction), a.verdict.substr(0, a.verdict.find(':'))});
+                       text_of(a.p99_last, fraction),
+                       a.stops.empty() ? a.verdict.substr(0, a.verdict.find(':')) : "stopped"});
     more.push_back({a.arm, text_of(a.gap_median, {.exponent = true}),
                     text_of(a.gap_max, {.digits = 2}), text_of(a.flips, percent),
                     text_of(a.covered, percent), fixed(a.bytes.mean, 1),
@@ -202,6 +203,7 @@ nlohmann::json summary_of(const ArmFigures& arm, bool all) {
   if (all) {
     out["seeds"] = arm.seeds;
     out["verdict"] = arm.verdict;
+    if (!arm.stops.empty()) out["stopped"] = arm.stops;
   }
   return out;
 }

@@ -35,8 +35,9 @@ struct ArmFigures {
   Spread bytes;
   double bytes_full;  // full codes at w13_in, k and v of every layer
   Spread tokens_per_s;
-  double seconds;       // of all its steps and their evaluations, all seeds
-  std::string verdict;  // the worst of its runs'
+  double seconds;                    // of all its steps and their evaluations, all seeds
+  std::string verdict;               // the worst of its runs'
+  std::vector<std::string> stops{};  // of runs that could not go on: seed, step and why
 };
 
 /// Of runs that differ in nothing but their seeds; each with its verdict.

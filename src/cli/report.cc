@@ -56,7 +56,7 @@ int report(const ReportArgs& args) {
   }
   std::vector<instruments::RunData> runs = instruments::read_runs(folders);
   for (instruments::RunData& run : runs) {
-    run.verdict = verdict(run);
+    run.verdict = run.stop ? "bad: " + to_string(*run.stop) : verdict(run);
     add_contract(run);
   }
   fs::path out = args.out;

@@ -207,6 +207,24 @@ std::string course(const Line& line, const Axis& x, const Axis& y) {
   return cat({"<path class=\"line ", line.label.colour, "\" d=\"", out, "\"/>"});
 }
 
+/// A cross where the course is at each stop, or last was before it.
+std::string crosses(const Line& line, const Axis& x, const Axis& y) {
+  constexpr double kArm = 5;
+  std::string out;
+  for (const double stop : line.stops) {
+    const Point* last = nullptr;
+    for (const Point& point : line.points) {
+      if (point.step <= stop && std::isfinite(point.mean)) last = &point;
+    }
+    if (last == nullptr) continue;
+    const double cx = x.place(last->step), cy = y.place(last->mean);
+    out += cat({"<path class=\"line ", line.label.colour, "\" d=\"M", at(cx - kArm), " ",
+                at(cy - kArm), "L", at(cx + kArm), " ", at(cy + kArm), "M", at(cx - kArm), " ",
+                at(cy + kArm), "L", at(cx + kArm), " ", at(cy - kArm), "\"/>"});
+  }
+  return out;
+}
+
 std::string lines_data(std::span<const Line> lines, const Axis& x, const Axis& y, Scale scale) {
   const auto axis = [](const Axis& a) {
     return cat(
@@ -272,7 +290,7 @@ Chart line_chart(std::span<const Line> lines, Scale scale) {
   for (const Line& line : lines) {
     if (!line.dots) body += band(line, x, y);
   }
-  for (const Line& line : lines) body += course(line, x, y);
+  for (const Line& line : lines) body += course(line, x, y) + crosses(line, x, y);
   return {kWidth, kHeight, body, lines_data(lines, x, y, scale)};
 }
 

@@ -27,7 +27,8 @@ struct Chart {
 struct Line {
   Label label;
   std::vector<Point> points;
-  bool dots = false;  // single measurements, not a course
+  bool dots = false;            // single measurements, not a course
+  std::vector<double> stops{};  // steps at which runs could not go on: a cross on the course
 };
 
 enum class Scale {

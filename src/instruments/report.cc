@@ -89,7 +89,11 @@ std::vector<Line> lines_of(const std::vector<ArmRuns>& arms, const std::string& 
     for (Point& point : points) {  // bands of many would hide their lines
       if (many) point.low = point.high = point.mean;
     }
-    if (!points.empty()) lines.push_back({arm_label(arms, i), std::move(points)});
+    if (points.empty()) continue;
+    lines.push_back({arm_label(arms, i), std::move(points)});
+    for (const RunData* run : arms[i].runs) {
+      if (run->stop) lines.back().stops.push_back(static_cast<double>(run->stop->step));
+    }
   }
   return lines;
 }

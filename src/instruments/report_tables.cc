@@ -138,12 +138,16 @@ std::string differing_keys(const std::vector<ArmRuns>& arms) {
 }  // namespace
 
 Label arm_label(const std::vector<ArmRuns>& arms, std::size_t index) {
-  if (!arms[index].quantized) return {arms[index].name, "c0"};
+  std::string name = arms[index].name;
+  for (const RunData* run : arms[index].runs) {
+    if (run->stop) name += cat({" (", run->name, " stopped at step ", run->stop->step, ")"});
+  }
+  if (!arms[index].quantized) return {name, "c0"};
   std::size_t before = 0;
   for (std::size_t i = 0; i < index; ++i) before += arms[i].quantized ? 1 : 0;
   std::string colour = "c" + std::to_string(1 + before % kArmColours);
   if (before >= kArmColours) colour += " dashed";
-  return {arms[index].name, colour};
+  return {name, colour};
 }
 
 std::string swatch(const std::vector<ArmRuns>& arms, std::size_t index) {
@@ -248,7 +252,8 @@ std::string recipe_tables(const std::vector<ArmRuns>& arms) {
 
 std::string footer(std::span<const RunData> runs) {
   std::string out =
-      "<footer>Bands, where there are any, span seeds, and steps that share a point. Point at a chart to read "
+      "<footer>Bands, where there are any, span seeds, and steps that share a point. Point at a "
+      "chart to read "
       "its values; choose an arm to hide it.";
   for (const RunData& run : runs) {
     if (run.unreadable_lines == 0) continue;

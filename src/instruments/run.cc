@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "model/json.h"
+#include "recipe/compare.h"
 #include "recipe/table.h"
 
 namespace lockstep::instruments {
@@ -120,6 +121,19 @@ void read_decomposition(const fs::path& file, RunData& run) {
   }
 }
 
+/// What write_stop() left, unless the file is damaged.
+std::optional<Stop> read_stop(const fs::path& file) {
+  if (!fs::exists(file)) return std::nullopt;
+  const Result<nlohmann::json> json = read_json(file);
+  if (!json || !json->is_object()) return std::nullopt;
+  const auto step = json->find("step"), why = json->find("why");
+  if (step == json->end() || !step->is_number_integer() || why == json->end() ||
+      !why->is_string()) {
+    return std::nullopt;
+  }
+  return Stop{step->get<std::int64_t>(), why->get<std::string>()};
+}
+
 /// What is in the folder; a run without steps where nothing was measured yet.
 RunData read_run(const fs::path& folder, const std::string& name) {
   RunData run;
@@ -134,6 +148,7 @@ RunData read_run(const fs::path& folder, const std::string& name) {
   }
   read_metrics(value_or_throw(read_text(folder / "metrics.jsonl", std::size_t{4} << 30)), run);
   read_decomposition(folder / "decomposition.json", run);
+  run.stop = read_stop(folder / recipe::kStopFile);
   return run;
 }
 
@@ -148,6 +163,21 @@ std::vector<fs::path> folders_in(const fs::path& folder) {
 }
 
 }  // namespace
+
+std::string to_string(const Stop& stop) {
+  return cat({"stopped at step ", stop.step, ": ", stop.why});
+}
+
+void write_stop(const fs::path& folder, const std::string& why) {
+  if (!fs::exists(folder / "recipe.toml")) return;
+  RunData run;
+  if (is_run(folder)) {
+    read_metrics(value_or_throw(read_text(folder / "metrics.jsonl", std::size_t{4} << 30)), run);
+  }
+  const double last = run.steps.empty() ? 0 : run.steps.back();
+  const nlohmann::json json = {{"step", static_cast<std::int64_t>(last) + 1}, {"why", why}};
+  write_text(folder / recipe::kStopFile, json.dump() + "\n");
+}
 
 const std::vector<double>& RunData::column(const std::string& metric) const {
   static const std::vector<double> kNone;
@@ -172,7 +202,7 @@ bool read_metrics(const std::string& text, RunData& run) {
 std::vector<RunData> read_runs(const fs::path& given) {
   const fs::path folder = fs::weakly_canonical(given);  // "runs/demo/" has a name, too
   if (!fs::is_directory(folder)) {
-    throw Error(cat({given.string(), " is no folder; name a run directory, or a folder of them"}));
+    throw Usage(cat({given.string(), " is no folder; name a run directory, or a folder of them"}));
   }
   std::vector<RunData> runs;
   if (is_run(folder)) {
@@ -190,7 +220,7 @@ std::vector<RunData> read_runs(const fs::path& given) {
     }
   }
   if (runs.empty()) {
-    throw Error(cat({given.string(),
+    throw Usage(cat({given.string(),
                      " has no metrics.jsonl, nor has a folder in it; name a run "
                      "directory, or a folder of them"}));
   }

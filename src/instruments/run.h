@@ -5,12 +5,24 @@
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace lockstep::instruments {
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+/// Where a run stopped that could not go on.
+struct Stop {
+  std::int64_t step = 0;  // the one that it did not end
+  std::string why;
+};
+/// "stopped at step 4: why".
+std::string to_string(const Stop& stop);
+
+/// Leaves it in the run's folder (recipe::kStopFile), where there is a run.
+void write_stop(const std::filesystem::path& folder, const std::string& why);
 
 /// One run directory. Columns of `metrics` are as long as `steps`; what a step did not measure, or
 /// what is not finite, is NaN.
@@ -23,6 +35,7 @@ struct RunData {
   std::vector<double> steps;                // ascending, none twice
   std::map<std::string, std::vector<double>> metrics;
   std::int64_t unreadable_lines = 0;  // of metrics.jsonl
+  std::optional<Stop> stop;           // where it could not go on
 
   // What the caller knows beyond the folder; each may be left out.
   std::string contract;           // its lines

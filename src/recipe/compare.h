@@ -26,6 +26,10 @@ Sections split(std::vector<Entry> entries);
 Recipe recipe_of(const Sections& sections, const std::string& label,
                  std::span<const Entry> assignments = {});
 
+/// Left in the folder of a run that a comparison could not go on with: where and why. Gone when the
+/// run goes on.
+inline constexpr const char* kStopFile = "stopped.json";
+
 struct Comparison {
   std::vector<std::string> arms{};  // labels, in the table's order, none twice
   std::int32_t seeds = 1;

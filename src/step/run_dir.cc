@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "base/wait.h"
+#include "recipe/compare.h"
 #include "recipe/recipe.h"
 #include "step/events.h"
 
@@ -232,6 +233,8 @@ std::int64_t RunDir::resume() {
   fresh_ = false;
   const fs::path checkpoints = folder_ / "checkpoints";
   if (comm_.rank() == 0) {
+    std::error_code none;  // there rarely is one
+    fs::remove(folder_ / recipe::kStopFile, none);
     std::vector<fs::path> parts;
     for (const auto& entry : fs::directory_iterator(checkpoints)) {
       if (entry.path().extension() == ".part") parts.push_back(entry.path());
