@@ -3,12 +3,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "device/stream.h"
 #include "device/testing.h"
+#include "kernels/dense/rms_norm.h"
 #include "kernels/exact/moe_w4a4.h"
 #include "kernels/exact/w4a4_testing.h"
 
@@ -76,7 +79,11 @@ struct Result {
   std::vector<std::int32_t> bad;
 };
 
-Result run(const Layer& layer, Device device, int times) {
+/// Gives what makes `a`, right before the op.
+using Before = std::function<void(MoeW4a4Args& args)>;
+
+Result run(const Layer& layer, Device device, int times, const Before& before = {},
+           Stream stream = {}) {
   const Shape& s = layer.shape;
   const std::int64_t items = s.rows * s.slots;
   const OnDevice a(layer.a, device);
@@ -112,9 +119,11 @@ Result run(const Layer& layer, Device device, int times) {
       .out = {out.as<Bf16>(), {s.rows, s.hidden}, {s.hidden, 1}, device},
       .bad = bad.as<std::int32_t>()};
   for (int i = 0; i < times; ++i) {
-    moe_w4a4(args);
+    if (before) before(args);
+    moe_w4a4(args, stream);
     args.settled = true;  // the next time
   }
+  synchronize(device, stream);
   Result r{to_host<float>(up),           to_host<float>(global),        to_host<float>(y),
            to_host<std::uint8_t>(codes), to_host<std::uint8_t>(scales), to_host<Bf16>(out),
            to_host<std::int32_t>(bad)};
@@ -160,6 +169,41 @@ TEST_P(MoeW4a4, EqualsTheOpsOneAfterAnother) {
     EXPECT_GT(std::count_if(want.codes.begin(), want.codes.end(), [](int c) { return c != 0; }), 0);
     expect_same(run(layer, GetParam(), 3), want,
                 std::to_string(shape.rows) + " rows of " + std::to_string(shape.hidden));
+  }
+}
+
+/// Codes that a norm of long rows leaves: it lets W13 begin at once and takes its time.
+TEST_P(MoeW4a4, WaitsForALaunchThatIsUnderWay) {
+  constexpr std::int64_t kLong = 1 << 15;
+  const Device device = GetParam();
+  const OwnedStream stream(device);
+  for (const Shape& shape : {Shape{1, 8, 16, 2048, 256}, Shape{8, 4, 16, 2048, 256}}) {
+    const Layer layer = random_layer(shape, 4321);
+    std::vector<Bf16> numbers;
+    for (std::int64_t i = 0; i < shape.rows * kLong; ++i) {
+      numbers.push_back(to_bf16(static_cast<float>(word(5, static_cast<std::uint32_t>(i)) >> 8)));
+    }
+    const Buffer from = to_device(numbers, device), to(device, from.bytes());
+    const Buffer norm = to_device(std::vector<Bf16>(kLong, to_bf16(1.0f)), device);
+    const auto make = [&](MoeW4a4Args& args, bool beside) {
+      fill_bytes(to.as<void>(), device, 0, to.bytes(), stream);
+      rms_norm({.x = {from.as<const Bf16>(), {shape.rows, kLong}, {kLong, 1}, device},
+                .weight = {norm.as<const Bf16>(), kLong},
+                .y = {to.as<Bf16>(), {shape.rows, kLong}, {kLong, 1}, device}},
+               stream);
+      if (!beside) stream.wait();
+      args.a.codes = {
+          to.as<const std::uint8_t>(), {shape.rows, shape.hidden / 2}, {2 * kLong, 1}, device};
+      args.settled = beside;
+    };
+    const Result alone = run(
+        layer, device, 1, [&](MoeW4a4Args& args) { make(args, false); }, stream);
+    EXPECT_GT(std::ranges::count_if(alone.out, [](Bf16 x) { return to_float(x) != 0.0f; }), 0);
+    for (int time = 0; time < 20 && !HasFailure(); ++time) {
+      expect_same(run(
+                      layer, device, 1, [&](MoeW4a4Args& args) { make(args, true); }, stream),
+                  alone, std::to_string(shape.rows) + " rows, time " + std::to_string(time));
+    }
   }
 }
 
