@@ -355,15 +355,8 @@ void grouped_product_cuda(const GroupedProductArgs& args, Stream stream) {
   constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= 232'448);
   const auto kernel = args.turned ? grouped_product_kernel<true> : grouped_product_kernel<false>;
-  static const cudaError_t raised = [] {
-    for (const auto each : {grouped_product_kernel<true>, grouped_product_kernel<false>}) {
-      const cudaError_t status =
-          cudaFuncSetAttribute(each, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
-  }();
-  cuda::require(raised, "cudaFuncSetAttribute");
+  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                "cudaFuncSetAttribute");
   const std::int64_t most = ((args.x.shape[0] + kRows - 1) / kRows + groups) * p.columns;
   const auto grid = static_cast<unsigned>(std::min<std::int64_t>(most, multiprocessors));
   kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(x, w, p);
