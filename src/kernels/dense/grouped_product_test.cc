@@ -243,21 +243,22 @@ TEST_P(GroupedProduct, ManyShortGroupsBesideLongOnes) {
   for (int again = 0; again < (cpu ? 1 : 20); ++again) EXPECT_EQ(run(p, GetParam()), first);
 }
 
-/// So many tiles that those with few items are taken together, of whole columns and of a last one.
-TEST_P(GroupedProduct, TakesTilesWithFewItemsTogether) {
+/// Groups of all sizes that a tile may have, and of one item more, over outputs of which a tile's
+/// last may be in one half of it; rows of y that start at multiples of 16 bytes, and others.
+TEST_P(GroupedProduct, DealsItemsToTilesOfEverySize) {
   const bool cpu = GetParam().kind == Device::Kind::kCpu;
   std::vector<std::int32_t> counts;
-  // As many as 150 multiprocessors would need.
-  for (int round = 0; round < (cpu ? 1 : 60); ++round) {
-    for (const std::int32_t count : {700, 1, 0, 576, 900, 321, 256, 1130, 65}) {
-      counts.push_back(cpu ? count / 16 : count);
-    }
+  for (std::int32_t count = 16; count <= 208; count += 16) {
+    counts.insert(counts.end(), {count - 3, count, 0, count + 1});
   }
-  const Problem p = problem(16, cpu ? 40 : 584, counts, 31, 0x38, 0x3F);
-  std::int64_t wrong = 0;
-  for_outputs(p, run(p, GetParam()),
-              [&](float got, double sum, double) { wrong += double{got} != sum; });
-  EXPECT_EQ(wrong, 0);
+  counts.insert(counts.end(), {383, 384, 385, 500, 577, 1130});
+  for (const std::int64_t out : {40, 384, 584, 601}) {
+    const Problem p = problem(cpu ? 16 : 136, cpu ? out / 8 : out, counts, 31, 0x38, 0x3F);
+    std::int64_t wrong = 0;
+    for_outputs(p, run(p, GetParam()),
+                [&](float got, double sum, double) { wrong += double{got} != sum; });
+    EXPECT_EQ(wrong, 0) << out;
+  }
 }
 
 TEST_P(GroupedProduct, NamesWhatDoesNotFit) {
