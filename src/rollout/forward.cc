@@ -76,7 +76,8 @@ struct Forward::Impl {
   void grow_rope(const Pass& pass);
   void attend(const Pass& pass, std::int32_t layer, const LayerKv& cache, Capture& capture);
   void feed(const Pass& pass, std::int32_t layer, Capture& capture);
-  void add(std::int32_t layer, Check check, TensorView<Bf16, 2> of, std::span<const Bf16> norm);
+  void add(std::int32_t layer, Check check, const ForwardExperts::Outputs& outputs,
+           std::span<const Bf16> norm);
   std::span<std::byte> attention_room();
   TensorView<float, 2> logits();
   void predict();
@@ -222,28 +223,32 @@ void Forward::Impl::attend(const Pass& pass, std::int32_t layer, const LayerKv& 
   kernels::linear_bf16(
       {.x = attended, .weight = w.o, .y_bf16 = o(), .split_k = split_k, .settled = true},
       at.stream);
-  add(layer, Check::kAttention, o(), w.mlp_norm);
+  add(layer, Check::kAttention, {}, w.mlp_norm);
 }
 
 /// x() is what comes behind the layer's second norm.
 void Forward::Impl::feed(const Pass& pass, std::int32_t layer, Capture& capture) {
   capture.numbers(pass, {layer}, Site::kW13In, x());
-  experts.run(pass, {layer}, weights.layer(layer), x(), capture, checks, o());
+  const ForwardExperts::Outputs outputs =
+      experts.run(pass, {layer}, weights.layer(layer), x(), capture, checks, o());
   const bool is_last = layer + 1 == agreement.model.num_layers;
-  add(layer, Check::kExperts, o(),
+  add(layer, Check::kExperts, outputs,
       is_last ? std::span<const Bf16>() : weights.layer(layer + 1).attention_norm);
 }
 
-/// h += x, drifted where the options say so; then x() is its norm, if there is one.
-void Forward::Impl::add(std::int32_t layer, Check check, TensorView<Bf16, 2> of,
+/// h += o(), which outputs become first if there are any, drifted where the options say so; then
+/// x() is its norm, if there is one.
+void Forward::Impl::add(std::int32_t layer, Check check, const ForwardExperts::Outputs& outputs,
                         std::span<const Bf16> norm) {
   std::int32_t* const bad = checks.cell(layer, check);
   const bool attended = check == Check::kAttention;
   std::int32_t* const bad_x = attended ? checks.cell(layer, Check::kW13In) : nullptr;
   kernels::add_norm(
-      {.x = of,
+      {.x = o(),
        .h = h(),
        .bad = bad,
+       .outputs = outputs.y,
+       .gates = outputs.gates,
        .sigma = options.drift.noise,
        .seed = agreement.seed,
        .streams = view.streams,

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "kernels/dense/add_norm.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/route.h"
 #include "kernels/exact/dequantize.h"
@@ -83,9 +84,10 @@ bool ForwardExperts::quantizes(Layer layer) const {
          agreement_.contract.layers.has(layer);
 }
 
-void ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weights,
-                         TensorView<const Bf16, 2> x, Capture& capture, const PassChecks& checks,
-                         TensorView<Bf16, 2> out) {
+ForwardExperts::Outputs ForwardExperts::run(const Pass& pass, Layer layer,
+                                            const LayerWeights& weights,
+                                            TensorView<const Bf16, 2> x, Capture& capture,
+                                            const PassChecks& checks, TensorView<Bf16, 2> out) {
   const std::int64_t rows = pass.rows();
   const std::int64_t items = rows * slots_;
   std::int32_t* const bad_w2 = checks.cell(layer.value, Check::kW2In);
@@ -93,8 +95,12 @@ void ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weig
 
   SiteInput site{.x = x, .rule = agreement_.rule(Site::kW13In), .codes = {}, .residual = {}};
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW13In, x, capture);
+  const auto down = down_.view(items, d_);
+  const Outputs outputs = {down, gates_.view(rows, slots_)};
   if (fits_one_op(pass, layer, weights, capture)) {
-    return one_op(pass, layer, weights, site.codes, capture, bad_w2, out);
+    if (rows > kernels::kSlotSumRows) out = {};  // add_norm() does it by the way
+    one_op(pass, layer, weights, site.codes, capture, bad_w2, out);
+    return out.empty() ? outputs : Outputs{};
   }
   if (compensates(layer, weights, Site::kW13In))
     site.residual = residual(layer, Site::kW13In, site);
@@ -116,9 +122,8 @@ void ForwardExperts::run(const Pass& pass, Layer layer, const LayerWeights& weig
   if (quantizes(layer)) site.codes = quantize(pass, layer, Site::kW2In, w2_in, capture);
   if (compensates(layer, weights, Site::kW2In)) site.residual = residual(layer, Site::kW2In, site);
   if (observer_) observer_({layer, Site::kW2In, w2_in, items_.slot_of, items_.offsets});
-  const auto down = down_.view(items, d_);
   product(site, weights, true, items_.slot_of, down);
-  kernels::combine({.y = down, .gates = gates_.view(rows, slots_), .out = out}, at_->stream);
+  return outputs;
 }
 
 bool ForwardExperts::fits_one_op(const Pass& pass, Layer layer, const LayerWeights& weights,

@@ -1,4 +1,4 @@
-/// The routed experts of a layer: router, dispatch, the two products, combination.
+/// The routed experts of a layer: router, dispatch, the two products.
 #pragma once
 
 #include <cstdint>
@@ -38,10 +38,16 @@ class ForwardExperts {
   ForwardExperts(const Agreement& agreement, const Options& options, Workplace& at,
                  std::int64_t* counts = nullptr);
 
-  /// out = the combined output for `x` [n, D], BF16, normalized and finite. Records go to
-  /// `capture`, rows with operands of W2 that are not finite to `checks`.
-  void run(const Pass& pass, Layer layer, const LayerWeights& weights, TensorView<const Bf16, 2> x,
-           Capture& capture, const PassChecks& checks, TensorView<Bf16, 2> out);
+  /// What the experts make of `x` [n, D], BF16, normalized and finite: combine() of it is the
+  /// layer's, and `out` where there are no Outputs. Records go to `capture`, rows with operands of
+  /// W2 that are not finite to `checks`.
+  struct Outputs {
+    TensorView<const float, 2> y;      // [n * K, D], of the next run() too
+    TensorView<const float, 2> gates;  // [n, K]
+  };
+  Outputs run(const Pass& pass, Layer layer, const LayerWeights& weights,
+              TensorView<const Bf16, 2> x, Capture& capture, const PassChecks& checks,
+              TensorView<Bf16, 2> out);
 
   /// Shows every site's inputs from now on: calibration.
   void observe(ExpertObserver observer) { observer_ = std::move(observer); }

@@ -18,10 +18,18 @@ void add_norm(const AddNormArgs& args, Stream stream) {
       throw Error(cat({"add_norm: weight has ", args.weight.size(), " elements; expected ", cols}));
     }
   }
+  if (!args.outputs.empty()) {
+    const std::int64_t slots = args.gates.shape[1];
+    require_shape("add_norm", "gates", args.gates, rows, slots, device);
+    require_shape("add_norm", "outputs", args.outputs, rows * slots, cols, device);
+  }
   if (on_cuda("add_norm", device)) {
     if constexpr (build::has_cuda) {
       if (add_norm_cuda(args, stream)) return;
     }
+  }
+  if (!args.outputs.empty()) {
+    combine({.y = args.outputs, .gates = args.gates, .out = args.x}, stream);
   }
   if (args.sigma != 0.0f) {
     drift_noise({.x = args.x,

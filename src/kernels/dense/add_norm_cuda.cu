@@ -15,6 +15,8 @@ constexpr std::int64_t kMostCols = 12 << 10;  // of two rows in shared memory
 
 struct AddNormParams {
   const Bf16* x;
+  const float* outputs;  // or null
+  const float* gates;
   Bf16* h;
   Bf16* y;
   const Bf16* weight;  // or null
@@ -24,9 +26,12 @@ struct AddNormParams {
   const std::int32_t* positions;
   std::uint64_t seed;
   std::int64_t x_stride;
+  std::int64_t outputs_stride;
+  std::int64_t gates_stride;
   std::int64_t h_stride;
   std::int64_t y_stride;
   std::int32_t cols;
+  std::int32_t slots;
   std::uint32_t site;
   float sigma;
   float eps;
@@ -141,7 +146,9 @@ __device__ const uint4& eight_at(const Bf16* row, int i) {
   return *reinterpret_cast<const uint4*>(row + i);
 }
 
-/// The same without drift, a thread eight elements, so that most rows are one trip to memory.
+/// The same without drift, a thread eight elements, so that most rows are one trip to memory. With
+/// kSums, x is what a row's slots come to.
+template <bool kSums>
 __global__ void __launch_bounds__(kThreads)
     add_norm_wide_kernel(const __grid_constant__ AddNormParams p) {
   cuda::take_turn();
@@ -152,18 +159,30 @@ __global__ void __launch_bounds__(kThreads)
   Bf16* const h = p.h + blockIdx.x * p.h_stride;
   const int first = 8 * static_cast<int>(threadIdx.x);
   const int step = 8 * static_cast<int>(blockDim.x);
-  const auto row = static_cast<std::int32_t>(blockIdx.x);
+  const std::int64_t row = blockIdx.x;
   uint4 weight{};  // of the thread's last eight
   bool bad = false;
   for (int i = first; i < p.cols; i += step) {
     if (p.weight != nullptr) weight = eight_at(p.weight, i);
-    const uint4 a = eight_at(h, i), b = eight_at(x, i);
+    const uint4 a = eight_at(h, i);
+    uint4 b{};
+    if constexpr (kSums) {
+      float slots[8];
+      sum_slots(p.outputs + row * p.slots * p.outputs_stride + i, p.outputs_stride,
+                p.gates + row * p.gates_stride, p.slots, slots);
+      b = {to_bf16_pair(slots[0], slots[1]), to_bf16_pair(slots[2], slots[3]),
+           to_bf16_pair(slots[4], slots[5]), to_bf16_pair(slots[6], slots[7])};
+    } else {
+      b = eight_at(x, i);
+    }
     const uint4 sum = {sum_of(a.x, b.x), sum_of(a.y, b.y), sum_of(a.z, b.z), sum_of(a.w, b.w)};
     eight_at(h, i) = sum;
     eight_at(own, i) = sum;
     bad |= is_bad(sum);
   }
-  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) atomicMin(p.bad, row);
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {
+    atomicMin(p.bad, static_cast<std::int32_t>(row));
+  }
   if (p.weight == nullptr) return;
   const float inverse =
       inverse_rms(squares_of(own, p.cols, squares), static_cast<float>(p.cols), p.eps);
@@ -178,7 +197,9 @@ __global__ void __launch_bounds__(kThreads)
     bad |= is_bad(out);
   }
   if (p.bad_y == nullptr) return;
-  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) atomicMin(p.bad_y, row);
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {
+    atomicMin(p.bad_y, static_cast<std::int32_t>(row));
+  }
 }
 
 bool is_wide(const AddNormParams& p) {
@@ -209,6 +230,8 @@ bool add_norm_cuda(const AddNormArgs& args, Stream stream) {
   if (rows == 0 || cols == 0) return true;
   const cuda::OnDevice scope(args.x.device.index);
   const AddNormParams params{.x = args.x.data,
+                             .outputs = args.outputs.data,
+                             .gates = args.gates.data,
                              .h = args.h.data,
                              .y = args.y.data,
                              .weight = norms ? args.weight.data() : nullptr,
@@ -218,14 +241,24 @@ bool add_norm_cuda(const AddNormArgs& args, Stream stream) {
                              .positions = args.positions.data(),
                              .seed = args.seed,
                              .x_stride = args.x.stride[0],
+                             .outputs_stride = args.outputs.stride[0],
+                             .gates_stride = args.gates.stride[0],
                              .h_stride = args.h.stride[0],
                              .y_stride = args.y.stride[0],
                              .cols = static_cast<std::int32_t>(cols),
+                             .slots = static_cast<std::int32_t>(args.gates.shape[1]),
                              .site = args.site,
                              .sigma = args.sigma,
                              .eps = args.eps};
   const bool wide = !drifts && is_wide(params);
-  const auto kernel = wide     ? add_norm_wide_kernel
+  const bool sums = params.outputs != nullptr && wide && rows > kSlotSumRows &&
+                    reinterpret_cast<std::uintptr_t>(params.outputs) % 16 == 0 &&
+                    params.outputs_stride % 4 == 0;
+  if (params.outputs != nullptr && !sums) {
+    combine({.y = args.outputs, .gates = args.gates, .out = args.x}, stream);
+  }
+  const auto kernel = sums     ? add_norm_wide_kernel<true>
+                      : wide   ? add_norm_wide_kernel<false>
                       : drifts ? add_norm_kernel<true>
                                : add_norm_kernel<false>;
   const std::int64_t most = (cols / (wide ? 8 : 2) + 31) / 32 * 32;

@@ -95,13 +95,10 @@ __global__ void __launch_bounds__(kThreads)
   const int column = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (column >= p.cols) return;
   const float* const gates = p.gates + row * p.gates_stride;
-  const float* y = p.y + row * p.slots * p.y_stride + column;
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
-    sum = __fadd_rn(sum, __fmul_rn(gates[slot], *y));
-  }
-  p.out[row * p.out_stride + column] = to_bf16(sum);
+  const float* const y = p.y + row * p.slots * p.y_stride + column;
+  float sum[1];
+  sum_slots(y, p.y_stride, gates, p.slots, sum);
+  p.out[row * p.out_stride + column] = to_bf16(sum[0]);
 }
 
 /// The same of many rows: a thread has four columns, its slots' numbers on their way together.
@@ -114,21 +111,15 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t row = at / fours;
     const auto column = 4 * static_cast<std::int64_t>(at % fours);
     const float* const gates = p.gates + row * p.gates_stride;
-    const float* y = p.y + row * p.slots * p.y_stride + column;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-    for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
-      const float4 four = __ldcs(reinterpret_cast<const float4*>(y));
-      const float gate = gates[slot];
-      sum = {__fadd_rn(sum.x, __fmul_rn(gate, four.x)), __fadd_rn(sum.y, __fmul_rn(gate, four.y)),
-             __fadd_rn(sum.z, __fmul_rn(gate, four.z)), __fadd_rn(sum.w, __fmul_rn(gate, four.w))};
-    }
+    const float* const y = p.y + row * p.slots * p.y_stride + column;
+    float sum[4];
+    sum_slots(y, p.y_stride, gates, p.slots, sum);
     const auto pair = [](float low, float high) {
       return static_cast<std::uint32_t>(bits_of(to_bf16(low))) |
              static_cast<std::uint32_t>(bits_of(to_bf16(high))) << 16;
     };
-    *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) = {pair(sum.x, sum.y),
-                                                                      pair(sum.z, sum.w)};
+    *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) = {pair(sum[0], sum[1]),
+                                                                      pair(sum[2], sum[3])};
   }
 }
 

@@ -111,6 +111,40 @@ void sums_normed(Bench& bench, std::int64_t rows) {
              }});
 }
 
+/// The same behind the experts, whose slots are added up first.
+void slots_normed(Bench& bench, std::int64_t rows) {
+  const double bytes = static_cast<double>(rows * kHidden) * (6 + 4 * kSlots);
+  const int sets = Bench::sets_of(bytes);
+  const Buffer h = bench.normal_bf16(rows * kHidden * sets, 3), x(bench.device(), h.bytes()),
+               y(bench.device(), h.bytes()), weight = bench.normal_bf16(kHidden, 4),
+               bad(bench.device(), 8), gates = bench.normal_bf16(rows * kSlots * 2, 5),
+               outputs = bench.normal_bf16(rows * kSlots * kHidden * 2 * sets, 6);  // as FP32
+  for (const bool apart : {false, true}) {
+    bench.run({.name = apart ? "slots added up, add_norm" : "add_norm of slots",
+               .size = cat({"rows=", rows}),
+               .bytes = bytes,
+               .sets = sets,
+               .launch = [&](int set, Stream stream) {
+                 const std::int64_t items = rows * kSlots;
+                 const auto slots = rows_of(outputs.as<const float>() + set * items * kHidden,
+                                            items, kHidden, bench.device());
+                 const auto by = rows_of(gates.as<const float>(), rows, kSlots, bench.device());
+                 AddNormArgs args = {.x = matrix(x, set, rows, kHidden),
+                                     .h = matrix(h, set, rows, kHidden),
+                                     .bad = bad.as<std::int32_t>(),
+                                     .outputs = slots,
+                                     .gates = by,
+                                     .weight = numbers(weight),
+                                     .y = matrix(y, set, rows, kHidden)};
+                 if (apart) {
+                   combine({.y = slots, .gates = by, .out = args.x}, stream);
+                   args.outputs = {};
+                 }
+                 add_norm(args, stream);
+               }});
+  }
+}
+
 /// Logits, the choice of experts, the order of the items.
 void routed(Bench& bench, std::int64_t rows) {
   constexpr int kSets = 64;
@@ -147,6 +181,7 @@ void layer(Bench& bench) {
     sums_normed(bench, rows);
     routed(bench, rows);
   }
+  for (const std::int64_t rows : {64, 256, 512, 4096}) slots_normed(bench, rows);
 }
 
 const cuda::BenchEntry kLayer("dense_layer", layer);

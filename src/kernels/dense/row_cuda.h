@@ -7,6 +7,33 @@
 
 namespace lockstep::kernels {
 
+/// combine()'s sum of a row's slots, of kWidth columns that lie together: one, or a multiple of 4
+/// at 16 bytes. `y`: of the first slot.
+template <int kWidth>
+__device__ inline void sum_slots(const float* y, std::int64_t stride, const float* gates, int slots,
+                                 float (&sum)[kWidth]) {
+#pragma unroll
+  for (float& x : sum) x = 0.0f;
+#pragma unroll 8
+  for (int slot = 0; slot < slots; ++slot, y += stride) {
+    const float gate = gates[slot];
+    const auto add = [gate](float& to, float x) { to = __fadd_rn(to, __fmul_rn(gate, x)); };
+    if constexpr (kWidth % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        const float4 four = __ldcs(reinterpret_cast<const float4*>(y + i));
+        add(sum[i], four.x);
+        add(sum[i + 1], four.y);
+        add(sum[i + 2], four.z);
+        add(sum[i + 3], four.w);
+      }
+    } else {
+      static_assert(kWidth == 1);
+      add(sum[0], *y);
+    }
+  }
+}
+
 /// sum_of_squares() of lanes.h, over n numbers that all threads of a warp see in shared memory:
 /// the first 16 threads are the lanes. Every thread is given the sum.
 __device__ inline float warp_sum_of_squares(const Bf16* x, int n) {

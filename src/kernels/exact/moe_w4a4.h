@@ -22,7 +22,7 @@ struct MoeW4a4Args {
   // [rows * K, F] codes of W2's operand, by slot: what a record of it is made of.
   PackedView<std::uint8_t> w2_in{};
   TensorView<float, 2> y{};   // [rows * K, D] outputs of W2, by slot
-  TensorView<Bf16, 2> out{};  // [rows, D]
+  TensorView<Bf16, 2> out{};  // [rows, D]; empty: whoever reads y adds the slots up (add_norm())
   // Becomes the first row with an operand of W2 that is not finite, where that is lower than what
   // it holds; nullptr: nobody asks.
   std::int32_t* bad = nullptr;
@@ -33,9 +33,9 @@ struct MoeW4a4Args {
 
 /// up, w2_in, y and out as w4a4(), swiglu(), quantize() under one power of two a slot, w4a4() and
 /// combine() give them one after another, in every bit. Of a slot that is not finite codes and
-/// scale bytes are 0. On a CUDA device four launches, none of which depends on how many rows there
-/// are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument; weights must
-/// not be `scaled`.
+/// scale bytes are 0. On a CUDA device four launches, or three, none of which depends on how many
+/// rows there are or where they stand; F at most kMoeMostWidth. Throws Error naming the argument;
+/// weights must not be `scaled`.
 void moe_w4a4(const MoeW4a4Args& args, Stream stream = {});
 
 inline constexpr std::int64_t kMoeMostWidth = 4096;

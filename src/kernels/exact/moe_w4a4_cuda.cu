@@ -1,6 +1,7 @@
 /// The routed experts of a layer: W13, SwiGLU with quantization, W2 and the sum over a token's
 /// slots. Each launch starts beside the one before it; W2's has its weights on their way when
 /// SwiGLU's ends, and waits for it before it reads anything that W13 or SwiGLU wrote.
+#include "kernels/dense/row_cuda.h"
 #include "kernels/exact/moe_w4a4_cuda.h"
 #include "kernels/exact/w4a4_kernel_cuda.h"
 #include "numerics/exp.h"
@@ -121,14 +122,10 @@ __global__ void __launch_bounds__(kThreads)
   cuda::wait_for_predecessor();
   cuda::release_successor();
   if (column >= p.columns) return;
-  const float* y = p.y + token * p.slots * p.y_stride + column;
-  const float* const gates = p.gates + token * p.gate_stride;
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int slot = 0; slot < p.slots; ++slot, y += p.y_stride) {
-    sum = __fadd_rn(sum, __fmul_rn(gates[slot], *y));
-  }
-  p.out[token * p.out_stride + column] = to_bf16(sum);
+  const float* const y = p.y + token * p.slots * p.y_stride + column;
+  float sum[1];
+  sum_slots(y, p.y_stride, p.gates + token * p.gate_stride, p.slots, sum);
+  p.out[token * p.out_stride + column] = to_bf16(sum[0]);
 }
 
 }  // namespace
@@ -175,6 +172,7 @@ void moe_w4a4_cuda(const MoeW4a4Args& args, Stream stream) {
   second.starts_early = true;  // W13 has read offsets and slots_of
   launch(second, device, stream);
 
+  if (args.out.empty()) return;
   CombineParams combine{};
   combine.y = args.y.data;
   combine.y_stride = args.y.stride[0];
