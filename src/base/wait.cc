@@ -16,13 +16,14 @@ namespace {
 void to_stderr(const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); }
 
 void (*teller)(const std::string&) = to_stderr;
+double default_wait = 10;
 
 }  // namespace
 
 double longest_wait() {
-  constexpr double kDefault = 10, kMost = 86400;
+  constexpr double kMost = 86400;
   const char* const text = std::getenv("LOCKSTEP_WAIT");
-  if (text == nullptr || *text == '\0') return kDefault;
+  if (text == nullptr || *text == '\0') return default_wait;
   char* end = nullptr;
   const double seconds = std::strtod(text, &end);
   if (*end != '\0' || !(seconds >= 0 && seconds <= kMost)) {
@@ -31,6 +32,8 @@ double longest_wait() {
   }
   return seconds;
 }
+
+void set_default_wait(double seconds) { default_wait = seconds; }
 
 bool wait_for(const std::string& what, const std::function<bool()>& is_there) {
   if (is_there()) return true;

@@ -10,6 +10,9 @@ namespace lockstep {
 /// How long: LOCKSTEP_WAIT seconds, 10 where that is not set. Throws Usage where it is no number.
 double longest_wait();
 
+/// Another number of seconds where LOCKSTEP_WAIT is not set.
+void set_default_wait(double seconds);
+
 /// Asks `is_there` again and again until it says yes or longest_wait() has passed; its last answer.
 /// When the first is no, one line tells what is waited for.
 bool wait_for(const std::string& what, const std::function<bool()>& is_there);

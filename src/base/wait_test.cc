@@ -22,7 +22,10 @@ class Waiting : public testing::Test {
     told.clear();
     tell_of_waiting([](const std::string& line) { told.push_back(line); });
   }
-  void TearDown() override { ::unsetenv("LOCKSTEP_WAIT"); }
+  void TearDown() override {
+    ::unsetenv("LOCKSTEP_WAIT");
+    set_default_wait(10);
+  }
 };
 
 TEST_F(Waiting, EndsWithTheAnswerAndTellsOnce) {
@@ -66,6 +69,10 @@ TEST_F(Waiting, TakesALockThatIsGivenUpMeanwhile) {
 
 TEST_F(Waiting, ItsLengthIsANumberOfSeconds) {
   EXPECT_EQ(longest_wait(), 10);
+  set_default_wait(0);
+  EXPECT_EQ(longest_wait(), 0);
+  ::setenv("LOCKSTEP_WAIT", "3", 1);
+  EXPECT_EQ(longest_wait(), 3);
   for (const char* wrong : {"soon", "-1", "nan", "1e9", "5 s"}) {
     ::setenv("LOCKSTEP_WAIT", wrong, 1);
     EXPECT_THROW(longest_wait(), Usage) << wrong;

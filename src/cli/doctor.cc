@@ -8,6 +8,7 @@
 #include "base/build.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "cli/columns.h"
 #include "cli/log.h"
 #include "cli/machine.h"
@@ -264,6 +265,7 @@ void look_at_recipes(Doctor& doctor, const DoctorArgs& args) {
 }  // namespace
 
 int doctor(const DoctorArgs& args) {
+  set_default_wait(0);  // it tells what is free now, and every recipe would wait anew
   if (!args.recipe.empty() && !is_sft(args.recipe)) {
     load_recipe(args.recipe, args.assignments);  // one that is wrong ends it here
   }
