@@ -476,8 +476,12 @@ def test_doctor_says_what_is_there_and_what_is_missing(tmp_path):
     recipe.write_text('[rollout]\nmax_new_tokens = 16\n[schedule]\nsteps = 1\nprompts = 2\n'
                       'samples = 2\n')
     assert "a step of" in run("doctor", recipe).stdout
-    done = run("doctor", recipe, 'rollout.cache="100 TiB"', rc=1)
-    assert "needs 100 TiB of memory" in done.stderr
+    for key in ("rollout.cache", "rollout.swap", "store.ram"):  # as a run is refused
+        done = run("doctor", recipe, "device=cpu", f'{key}="100 TiB"', rc=1)
+        assert f"{key} is 100 TiB, and this machine has" in done.stderr
+        assert done.stderr.splitlines()[-1] == f"error: {recipe}: " + \
+            run("train", recipe, "device=cpu", f'{key}="100 TiB"', "--run", tmp_path / "r",
+                rc=1).stderr.splitlines()[-1].removeprefix("error: ")
     done = run("doctor", recipe, f"model={tmp_path}/none", rc=2)
     assert f"{tmp_path}/none" in done.stderr
     refused("doctor", tmp_path / "none.toml", rc=2, named="none.toml")

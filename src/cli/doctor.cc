@@ -93,12 +93,6 @@ void list_contracts(Doctor& doctor) {
   doctor.say("contracts", text);
 }
 
-/// "" where so many bytes fit what is there, else why they do not.
-std::string short_of(const char* what, std::int64_t needed, std::int64_t there) {
-  if (there <= 0 || needed <= there) return "";
-  return cat({"needs ", bytes_text(needed), " of ", what, ", ", bytes_text(there), " are free"});
-}
-
 bool is_comparison(const std::string& file) {
   return !recipe::split(recipe::read_entries(recipe::find(file, "the recipe"))).compare.empty();
 }
@@ -125,20 +119,18 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   make_task(recipe.task, policy, recipe.schedule.sampling.max_new_tokens);
   recipe.device = settled_device(recipe, arm, policy.config).name;
   const recipe::Budget b = recipe::budget(recipe, arm, policy.config);
-  const bool on_cpu = recipe::ready_device(recipe.device, b).kind == Device::Kind::kCpu;
-  const std::int64_t at_once = on_cpu ? b.host() : b.device();
+  const Device device = recipe::ready_device(recipe.device, b);
+  require_memory(b, device);
+  const std::int64_t at_once = device.kind == Device::Kind::kCpu ? b.host() : b.device();
   const std::int64_t later = b.swap + b.records;
   const std::int64_t disk = b.checkpoints + b.records_disk;
   row.insert(row.end(), {arm.name, recipe.arm.contract, policy.folder.string(), bytes_text(at_once),
                          bytes_text(later), cat({b.record_per_token, " B"}), bytes_text(disk)});
-  std::string why;
-  if (on_cpu) why = short_of("memory", at_once, memory().available);
-  if (why.empty()) {
-    std::error_code none;
-    const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);
-    if (!none) why = short_of("disk", b.checkpoints, static_cast<std::int64_t>(space.available));
-  }
-  return why;
+  std::error_code none;
+  const auto space = fs::space(run_folder("x").parent_path().parent_path(), none);
+  const auto free = static_cast<std::int64_t>(space.available);
+  if (none || free <= 0 || b.checkpoints <= free) return "";
+  return cat({"needs ", bytes_text(b.checkpoints), " of disk, ", bytes_text(free), " are free"});
 }
 
 /// Seconds that a step takes, from a part of one: answers, and their way through the trainer.
