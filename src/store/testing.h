@@ -5,9 +5,11 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "base/folder_testing.h"
 #include "base/philox.h"
 #include "record/trace.h"
@@ -126,6 +128,16 @@ inline int rows_in_span(int first, int end) {
   int audits = 0;
   for (int p = first; p < end; ++p) audits += p % 7 == 0;
   return 3 * (end - first) + audits;
+}
+
+/// What an Error says that is thrown; "": none is.
+inline std::string thrown(const std::function<void()>& what) {
+  try {
+    what();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 /// A folder of the test's own, gone with it.
