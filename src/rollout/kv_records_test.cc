@@ -100,20 +100,22 @@ class KvRecordsOn : public ::testing::TestWithParam<Device> {
     away_ = PinnedBuffer(page_bytes_, GetParam());
     std::copy_n(page(kPages - 1), page_bytes_, away_.as<std::byte>());
     synchronize(GetParam());
-    std::int32_t next = 0;
     for (const auto& [first, count] : {std::pair(0, 9), {6, 1}, {3, 21}, {8, 4}}) {
-      HeldSpan held = {.span = {.id = {spans_.size() + 1}, .first = first, .count = count},
-                       .pages = {}};
-      std::vector<int> numbers;
-      for (std::int32_t p = 0; p <= (first + count - 1) / kPageTokens; ++p) {
-        numbers.push_back(next++ * 5 % kPages);
-        held.pages.push_back(numbers.back() == kPages - 1
-                                 ? away_.as<std::byte>()
-                                 : pool_.as<std::byte>() + numbers.back() * page_bytes_);
-      }
-      spans_.push_back(std::move(held));
-      numbers_.push_back(std::move(numbers));
+      hold(first, count);
     }
+  }
+  void hold(std::int32_t first, std::int32_t count) {
+    HeldSpan held = {.span = {.id = {spans_.size() + 1}, .first = first, .count = count},
+                     .pages = {}};
+    std::vector<int> numbers;
+    for (std::int32_t p = 0; p <= (first + count - 1) / kPageTokens; ++p) {
+      numbers.push_back(next_page_++ * 5 % kPages);
+      held.pages.push_back(numbers.back() == kPages - 1
+                               ? away_.as<std::byte>()
+                               : pool_.as<std::byte>() + numbers.back() * page_bytes_);
+    }
+    spans_.push_back(std::move(held));
+    numbers_.push_back(std::move(numbers));
   }
   const std::byte* page(int number) const { return host_.data() + number * page_bytes_; }
 
@@ -145,6 +147,7 @@ class KvRecordsOn : public ::testing::TestWithParam<Device> {
   std::vector<std::byte> host_;
   Buffer pool_;
   PinnedBuffer away_;
+  int next_page_ = 0;
   std::vector<HeldSpan> spans_;
   std::vector<std::vector<int>> numbers_;  // of their pages
 };
@@ -183,6 +186,18 @@ TEST_P(KvRecordsOn, AuditsAloneFillBatchesToo) {
     EXPECT_GT(came.most_bytes, each);
     expect_all(came, audits, audited);
   }
+}
+
+/// So many tokens that several threads ask which are audited, from the middle of a span on too.
+TEST_P(KvRecordsOn, AuditsStandWhereTheyAreAmongMany) {
+  const std::vector<KvPlace> places = {places_.front(), places_.back()};
+  for (const auto& [first, count] : {std::pair(0, 0), {5, 5000}, {2, 1}, {0, 0}, {1, 6000}}) {
+    hold(first, count);
+  }
+  KvRecords records(places, kPageTokens, every_third, GetParam(), {}, 1 << 20);
+  Came came;
+  records.hand_on(spans_, came);
+  expect_all(came, places, every_third);
 }
 
 TEST_P(KvRecordsOn, GivesAllAfterASinkRefusedSome) {
