@@ -459,8 +459,12 @@ def test_inspect_counts_what_is_damaged(answers, tmp_path):
     spans = int(text.split(" segment, ")[1].split()[0])
     assert 0 < spans < 36 and "not ended" in text and "bytes dropped" in text
 
+    copy.write_bytes(whole[:200])
+    refused("inspect", tmp_path, "--span", 0, rc=1, named=["has no span 0", "000001.segment"])
+
     copy.write_bytes(b"\x89LSS" + b"x" * 100)
     refused("inspect", copy, rc=1, named="000001.segment")
+    refused("inspect", tmp_path, "--span", 0, rc=1, named="000001.segment")
     assert "left alone" in run("inspect", tmp_path).stdout
 
 

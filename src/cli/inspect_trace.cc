@@ -292,7 +292,10 @@ void inspect_trace(const fs::path& path, const InspectArgs& args) {
     return;
   }
   const Wanted wanted = parse_span(args.span);
-  if (trace.segments.empty()) throw Error(cat({path.string(), " has ", kNoSegments}));
+  if (trace.segments.empty()) {  // a file that was one says why it is none
+    throw Error(trace.foreign.empty() ? cat({path.string(), " has ", kNoSegments})
+                                      : trace.foreign.front());
+  }
   std::string text;
   for (const OpenSegment& segment : trace.segments) {
     for (const store::StoredSpan& stored : segment.scan.spans) {
@@ -300,6 +303,10 @@ void inspect_trace(const fs::path& path, const InspectArgs& args) {
     }
   }
   if (text.empty()) {
+    if (trace.damage.bytes > 0) {
+      throw Error(cat({path.string(), " has no span ", args.span, ", or it is damaged: ",
+                       trace.damage.lines.front(), "; without --span what is left is listed"}));
+    }
     throw Usage(cat({path.string(), " has no span ", args.span,
                      "; without --span its first spans are listed"}));
   }
