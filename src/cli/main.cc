@@ -396,6 +396,9 @@ int main(int argc, char** argv) {
   } catch (const lockstep::Usage& wrong) {
     lockstep::cli::error(wrong.what());
     return 2;
+  } catch (const std::filesystem::filesystem_error& failed) {
+    lockstep::cli::error(lockstep::cli::said(failed));
+    return failed.code() == std::errc::filename_too_long ? 2 : 1;  // no file has such a name
   } catch (const std::exception& failed) {
     lockstep::cli::error(lockstep::cli::said(failed));
   }

@@ -501,10 +501,11 @@ void take_settled(std::string_view began, const std::string& file, Recipe& recip
 }
 
 std::filesystem::path find(const std::string& path, const std::string& key) {
-  if (std::filesystem::exists(path)) return path;
+  std::error_code none;  // then it is not there: a name that is too long, a folder that is closed
+  if (std::filesystem::exists(path, none)) return path;
   const char* home = std::getenv("LOCKSTEP_HOME");
   if (home != nullptr && !path.empty() &&
-      std::filesystem::exists(std::filesystem::path(home) / path)) {
+      std::filesystem::exists(std::filesystem::path(home) / path, none)) {
     return std::filesystem::path(home) / path;
   }
   const bool relative = std::filesystem::path(path).is_relative();
