@@ -108,7 +108,8 @@ TEST(Store, ARefusalIsTheFirstSpansAndSparesTheOthers) {
       EXPECT_EQ(all.own(store, tokens), 2 * kLayers * kSpans * count);
       const Metrics metrics = store.metrics();
       const double bytes = kLayers * (kLsb.bytes() + kKv.bytes()) * kSpans * count;
-      EXPECT_EQ(metrics.at("perf/trace/ram_bytes"), bytes);
+      EXPECT_GE(metrics.at("perf/trace/ram_bytes"), bytes);
+      EXPECT_LE(metrics.at("perf/trace/ram_bytes"), bytes + bytes / 8);
       EXPECT_EQ(metrics.at("fp4/trace/rows_written"), 3 + 3 * 2 * kLayers * count);
       EXPECT_EQ(metrics.at("fp4/guide/bytes_per_token"), bytes / (kSpans * count));
     }
