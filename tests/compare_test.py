@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -126,6 +127,17 @@ def test_R65_killed_comparison_goes_on(tmp_path):
     # R63: another set of quantized layers is refused, whichever verb goes on with a run.
     other = run([*compare(tmp_path / "a"), "contract.layers=1-5"])
     assert other.returncode == 2 and "contract.layers" in other.stderr
+
+
+def test_room_for_the_checkpoints_of_all_runs_is_asked_for_first(tmp_path):
+    # Each run alone would find it: about a tenth of what is free.
+    free = shutil.disk_usage(tmp_path).free
+    steps = int(0.1 * free / (14 * 390_000))
+    done = run([*compare(tmp_path), "--seeds", "40", f"schedule.steps={steps}",
+                "schedule.save_every=1", "schedule.keep=0", "task.repeat=true"])
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "the checkpoints of 80 runs take" in done.stderr and "--run" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("text, args, words", [

@@ -254,6 +254,21 @@ std::vector<Stopped> run_apart(const std::vector<const Cell*>& cells, const Cell
   return stopped;
 }
 
+/// Refuses what the disk has no room for: each run by itself would find it, and the last ones none.
+void require_room_on_disk(const std::vector<const Cell*>& cells, const fs::path& root) {
+  std::int64_t bytes = 0, runs = 0;
+  for (const Cell* cell : cells) {
+    if (fs::exists(cell->folder / "recipe.toml")) continue;  // has some of them, and asks itself
+    const ModelConfig model = value_or_throw(read_config(checkpoint_folder(cell->recipe.model)));
+    bytes += recipe::budget(cell->recipe, checked_arm(cell->recipe, model), model).checkpoints;
+    ++runs;
+  }
+  const std::string what =
+      cat({"the checkpoints of ", runs, runs == 1 ? " run take" : " runs take"});
+  require_room(root, bytes, what.c_str(),
+               "lower schedule.keep, or give this comparison another --run");
+}
+
 /// One process at a time: two would take the runs from each other. Held until the program ends.
 void lock(const fs::path& root) {
   std::error_code error;
@@ -368,6 +383,7 @@ int compare(const CompareArgs& args) {
       root);  // before a GPU is looked at: of two that begin together one alone takes a place there
   try {
     find_device_apart(cells, args, comparison, root);
+    require_room_on_disk(left_of(cells), root);
   } catch (...) {
     std::error_code ignored;
     if (is_new && fs::remove(root / ".lock", ignored)) fs::remove(root, ignored);
