@@ -170,6 +170,8 @@ def test_a_prompt_of_ones_own_and_prompts_of_a_step():
     ('{"tokens": [1, 2], "response_mask": [0, 2]}', "response_mask holds 2"),
     ('{"tokens": [1, 2], "response_mask": [0, 1], "prompt_len": 1}', "leave one out"),
     ('{"tokens": [1, 2], "rollout_logp": [0]}', "rollout_logp has 1"),
+    ('{"tokens": [1, 2], "rollout_logp": [null, 5]}', "rollout_logp holds 5 at 1"),
+    ('{"tokens": [1, 2], "rollout_logp": [null, -1e300]}', "rollout_logp holds -1e+300 at 1"),
     (json.dumps({"tokens": [1] * 513}), "the model's context is 512"),
 ])
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, named):
@@ -189,6 +191,7 @@ def test_rollout_refuses_what_cannot_be(tmp_path):
     refused("rollout", "rollout.cache=1KiB", rc=2, named="rollout.cache")
     refused("rollout", "--model", tmp_path / "none", rc=2, named=tmp_path / "none")
     refused("rollout", "--prompt", "1" * 600, rc=2, named=["600 tokens", "512"])
+    refused("rollout", "--prompt", os.fsdecode(b"1+\xff="), rc=2, named=["--prompt", "UTF-8"])
     refused("rollout", "--n", 0, rc=2, named="--n: 0")
     refused("rollout", "--n", 10**6, rc=2, named="problems for evaluation")
     refused("rollout", "--gap", rc=2, named="--score")

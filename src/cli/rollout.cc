@@ -32,7 +32,12 @@ void check(const RolloutArgs& args) {
 
 std::vector<data::Prompt> choose(const RolloutArgs& args, const Subject& subject) {
   if (!args.prompt.empty()) {
-    std::vector<Token> tokens = subject.policy.tokenizer.encode(args.prompt);
+    std::vector<Token> tokens;
+    try {
+      tokens = subject.policy.tokenizer.encode(args.prompt);
+    } catch (const Error& error) {
+      throw Usage(cat({"--prompt: ", error.what(), "; give it as UTF-8"}));
+    }
     const std::int64_t most = subject.policy.config.max_positions;
     if (std::ssize(tokens) >= most) {
       throw Usage(cat({"--prompt has ", tokens.size(), " tokens, and the model reads at most ",

@@ -117,6 +117,10 @@ std::vector<float> read_given(const json& row, std::size_t tokens) {
       throw Error(cat({"rollout_logp holds ", value.dump(), ", neither number nor null"}));
     }
     values.push_back(value.is_null() ? std::nanf("") : value.get<float>());
+    if (values.back() > 0.0f || std::isinf(values.back())) {
+      throw Error(cat({"rollout_logp holds ", value.dump(), " at ", values.size() - 1,
+                       "; a log-prob is finite and at most 0, null where there is none"}));
+    }
   }
   return values;
 }
