@@ -12,12 +12,12 @@ namespace lockstep::train {
 using at::Tensor;
 
 namespace {
-constexpr std::size_t kReadTokens = 512;     // whose records a task reads, at least
-constexpr std::int64_t kDecodeTokens = 512;  // whose experts a task takes out of them, at least
-constexpr std::int64_t kLookTokens = 2048;   // of which a task sees whether they are audited
+constexpr std::size_t kReadTokens = 512;    // whose records a task reads, at least
+constexpr std::int64_t kLookTokens = 2048;  // of which a task sees whether they are audited
 
 /// Tasks end where spans do, so that none unpacks what another does too.
 std::vector<std::size_t> task_cuts(std::span<const TokenKey> keys) {
+  if (keys.empty()) return {};
   std::vector<std::size_t> cuts = {0};
   for (std::size_t i = 1; i < keys.size(); ++i) {
     if (keys[i].span != keys[i - 1].span && i - cuts.back() >= kReadTokens) cuts.push_back(i);
@@ -98,27 +98,32 @@ Sites::Records Sites::read(Place place, Encoding encoding) const {
 /// has a name.
 void Sites::read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
                       std::uint8_t* present) const {
-  if (pack_.keys.empty()) return;
+  parallel_for(parts(), 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t part = first; part < end; ++part) {
+      read_part(part, place, layout, bytes, present);
+    }
+  });
+}
+
+/// Of the part's keys.
+void Sites::read_part(std::int64_t part, Place place, const RowLayout& layout, std::uint8_t* bytes,
+                      std::uint8_t* present) const {
+  const auto [at, n] = part_of(part);
   const auto width = static_cast<std::size_t>(layout.bytes());
   // In a pass where every trajectory has a path, rows and keys are the same and nothing is moved.
   const bool same = names_all_rows();
-  const std::span<const TokenKey> keys(pack_.keys);
-  parallel_for(std::ssize(cuts_) - 1, 1, [&](std::int64_t first, std::int64_t end) {
-    const std::size_t at = cuts_[static_cast<std::size_t>(first)];
-    const std::size_t n = cuts_[static_cast<std::size_t>(end)] - at;
-    std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
-    std::uint8_t* const to = same ? bytes + at * width : room.data();
-    std::uint8_t* const there = same ? present + at : flags.data();
-    trace_->read(keys.subspan(at, n), contract_,
-                 {place, layout, std::as_writable_bytes(std::span(to, n * width))},
-                 std::span(there, n));
-    if (same) return;
-    for (std::size_t i = 0; i < n; ++i) {
-      const auto row = static_cast<std::size_t>(pack_.key_row[at + i]);
-      present[row] = flags[i];
-      std::copy_n(room.data() + i * width, width, bytes + row * width);
-    }
-  });
+  std::vector<std::uint8_t> room(same ? 0 : n * width), flags(same ? 0 : n);
+  std::uint8_t* const to = same ? bytes + at * width : room.data();
+  std::uint8_t* const there = same ? present + at : flags.data();
+  trace_->read(std::span(pack_.keys).subspan(at, n), contract_,
+               {place, layout, std::as_writable_bytes(std::span(to, n * width))},
+               std::span(there, n));
+  if (same) return;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::size_t>(pack_.key_row[at + i]);
+    present[row] = flags[i];
+    std::copy_n(room.data() + i * width, width, bytes + row * width);
+  }
 }
 
 namespace {
@@ -159,30 +164,24 @@ bool Sites::follows_routes(Layer layer) const {
   return trace_ != nullptr && agreement_.encoding({layer, Site::kRouter}) != Encoding::kNone;
 }
 
-/// Those of an earlier pass where there are any, or the recorded ones.
-void Sites::choose(Layer layer, const Choice& into) const {
-  own_.follow != nullptr ? own(layer, into) : recorded(layer, into);
-}
-
-void Sites::recorded(Layer layer, const Choice& into) const {
+/// The recorded ones of the part's keys.
+void Sites::recorded(std::int64_t part, Layer layer, const Choice& into) const {
   const Place place = {layer, Site::kRouter};
   const RowLayout layout = agreement_.layout(place, agreement_.encoding(place));
   const std::int64_t k = agreement_.model.experts_per_token;
+  const auto [at, n] = part_of(part);
   const auto width = static_cast<std::size_t>(layout.bytes());
-  std::vector<std::uint8_t> records(static_cast<std::size_t>(pack_.rows()) * width);
-  read_into(place, layout, records.data(), into.present);
-  parallel_for(pack_.rows(), kDecodeTokens, [&](std::int64_t first, std::int64_t end) {
-    for (std::int64_t t = first; t < end; ++t) {
-      std::int32_t* const experts = into.experts + t * k;
-      const std::uint8_t* const record = &records[static_cast<std::size_t>(t) * width];
-      if (into.present[t] != 0 &&
-          decode(record, layout.encoding, k, agreement_.model.num_experts, experts)) {
-        continue;
-      }
-      into.present[t] = 0;
-      std::fill_n(experts, k, 0);
+  std::vector<std::uint8_t> records(n * width), flags(n);
+  trace_->read(std::span(pack_.keys).subspan(at, n), contract_,
+               {place, layout, std::as_writable_bytes(std::span(records))}, flags);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::int64_t row = pack_.key_row[at + i];
+    std::int32_t* const experts = into.experts + row * k;
+    if (flags[i] != 0 &&
+        decode(&records[i * width], layout.encoding, k, agreement_.model.num_experts, experts)) {
+      into.present[row] = 1;
     }
-  });
+  }
 }
 
 void Sites::follow(Layer layer, const Tensor& chosen) const {
@@ -190,7 +189,14 @@ void Sites::follow(Layer layer, const Tensor& chosen) const {
   const auto rows = static_cast<std::size_t>(pack_.rows());
   std::vector<std::int32_t> experts(rows * static_cast<std::size_t>(k));
   std::vector<std::uint8_t> present(rows);
-  choose(layer, {experts.data(), present.data()});
+  const Choice choice = {experts.data(), present.data()};
+  if (own_.follow != nullptr) {
+    own(layer, choice);
+  } else {
+    parallel_for(parts(), 1, [&](std::int64_t first, std::int64_t end) {
+      for (std::int64_t part = first; part < end; ++part) recorded(part, layer, choice);
+    });
+  }
   std::int64_t* native = chosen.data_ptr<std::int64_t>();
   const std::int32_t* other = experts.data();
   std::int64_t followed = 0, mismatched = 0;
@@ -217,11 +223,7 @@ void Sites::own(Layer layer, const Choice& into) const {
   for (std::size_t i = 0; i < pack_.start.size(); ++i) {
     const std::vector<std::uint16_t>& routes = (*own_.follow)[pack_.first + i];
     const std::int64_t end = i + 1 < pack_.start.size() ? pack_.start[i + 1] : pack_.rows();
-    for (std::int64_t row = pack_.start[i]; row < end; ++row) {
-      if (routes.empty()) {
-        std::fill_n(into.experts + row * k, k, 0);
-        continue;
-      }
+    for (std::int64_t row = pack_.start[i]; row < end && !routes.empty(); ++row) {
       const auto from =
           routes.begin() + static_cast<std::ptrdiff_t>(route_at(layer, row - pack_.start[i]));
       std::copy_n(from, k, into.experts + row * k);

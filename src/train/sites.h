@@ -2,6 +2,7 @@
 /// toward the records where they are followed, and routes as the rollout routed.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -90,6 +91,17 @@ class Sites {
   Records read(Place place, Encoding encoding) const;
   void read_into(Place place, const RowLayout& layout, std::uint8_t* bytes,
                  std::uint8_t* present) const;
+  void read_part(std::int64_t part, Place place, const RowLayout& layout, std::uint8_t* bytes,
+                 std::uint8_t* present) const;
+  /// What tasks that read take: keys that follow each other, none of whose spans another has.
+  std::int64_t parts() const { return std::max<std::int64_t>(std::ssize(cuts_) - 1, 0); }
+  struct Part {
+    std::size_t first, count;
+  };
+  Part part_of(std::int64_t part) const {
+    const auto at = static_cast<std::size_t>(part);
+    return {cuts_[at], cuts_[at + 1] - cuts_[at]};
+  }
   bool names_all_rows() const { return std::ssize(pack_.keys) == pack_.rows(); }
 
   bool quantized(Place place) const;  // by the contract
@@ -111,17 +123,16 @@ class Sites {
   /// Other experts than the router's, for some rows.
   struct Choice {
     std::int32_t* experts;  // [rows, K]
-    std::uint8_t* present;  // [rows] zeros before
+    std::uint8_t* present;  // [rows]; both are zeros before
   };
   bool follows_routes(Layer layer) const;
-  void choose(Layer layer, const Choice& into) const;
-  void recorded(Layer layer, const Choice& into) const;
+  void recorded(std::int64_t part, Layer layer, const Choice& into) const;
   void own(Layer layer, const Choice& into) const;
   void follow(Layer layer, const at::Tensor& chosen) const;
   /// On a CUDA device: sites_cuda.cc.
   struct There;
   void read_ahead_there(const at::Device& device, std::int64_t most_bytes);
-  std::int64_t bytes_ahead(Place place) const;
+  There planned(Layer layer) const;
   void fetch_there() const;
   void settle_there() const;
   void audit_held() const;
@@ -131,8 +142,8 @@ class Sites {
                    const at::Tensor& after) const;
   at::Tensor audit_index(const at::Device& device) const;
   void gather_audited(std::span<const Bf16* const> from, std::span<const at::Tensor> to) const;
-  There bring(Place place, const at::Device& device) const;
-  There there(Place place, const at::Device& device) const;
+  There bring(Layer layer, const at::Device& device) const;
+  const There& there(Layer layer, const at::Device& device) const;
   void follow_there(Layer layer, const at::Tensor& chosen) const;
   void keep_own(Layer layer, const at::Tensor& chosen) const;
   std::size_t route_at(Layer layer, std::int64_t position) const;
@@ -156,7 +167,8 @@ class Sites {
   at::Tensor counts_there(const at::Device& device) const;
   mutable std::shared_ptr<Later> later_;  // where something was counted on a CUDA device
   struct Ahead;
-  std::shared_ptr<Ahead> ahead_;  // after read_ahead() on one
+  std::shared_ptr<Ahead> ahead_;        // after read_ahead() on one
+  mutable std::shared_ptr<There> now_;  // of the layer that was asked for last
 };
 
 }  // namespace lockstep::train

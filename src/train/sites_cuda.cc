@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/parallel.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/exact/audit.h"
 #include "kernels/exact/guide.h"
@@ -55,23 +56,38 @@ struct Sites::Later {
   std::int64_t held_bytes = 0;
 };
 
-/// A place's records on the device.
+/// A layer's records on the device, in one piece of memory.
 struct Sites::There {
-  RowLayout layout;
-  at::Tensor rows;            // uint8 [rows, layout.bytes()], or int32 [rows, K] experts
-  at::Tensor present;         // uint8 [rows]
-  std::int64_t followed = 0;  // how many are present
-  RowLayout code_layout;
-  at::Tensor codes;          // uint8 [audit tokens, code_layout.bytes()]
-  at::Tensor codes_present;  // uint8 [audit tokens]
+  /// A place's: where they begin; -1: there are none.
+  struct Of {
+    RowLayout layout{}, code_layout{};
+    std::int64_t rows = -1;           // [rows, layout.bytes()], or int32 [rows, K] experts
+    std::int64_t present = -1;        // [rows]
+    std::int64_t codes = -1;          // [audit tokens, code_layout.bytes()]
+    std::int64_t codes_present = -1;  // [audit tokens]
+  };
+
+  Layer layer{};
+  std::array<Of, 5> places{};  // by Site
+  std::int64_t size = 0;
+  at::Tensor bytes;
+  std::int64_t followed = 0;  // rows whose experts are present
   std::optional<c10::Event> arrived{};
 
+  const Of& of(Site site) const { return places[static_cast<std::size_t>(site)]; }
+  std::int64_t add(std::int64_t bytes) {
+    constexpr std::int64_t kAlignment = 256;
+    return std::exchange(size, size + (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  const std::uint8_t* at(std::int64_t offset) const {
+    return bytes.const_data_ptr<std::uint8_t>() + offset;
+  }
   /// Makes the current stream wait for them.
   void await() const;
 };
 
 /// Brings them in the order of a forward pass, by a stream of its own.
-struct Sites::Ahead : ReadAhead<Place, There> {
+struct Sites::Ahead : ReadAhead<std::int32_t, There> {
   using ReadAhead::ReadAhead;
 };
 
@@ -84,8 +100,6 @@ Tensor pinned(at::IntArrayRef shape, at::ScalarType type) {
 }
 
 std::uint8_t* bytes_of(const Tensor& x) { return static_cast<std::uint8_t*>(x.data_ptr()); }
-
-void send(Tensor& x, const at::Device& device) { x = x.to(device, /*non_blocking=*/true); }
 
 /// The stream that records come by, one a device for all passes of the process: torch keeps what
 /// was freed for the stream that it was asked for on, so every further stream would keep a pass's
@@ -102,83 +116,104 @@ c10::Stream reading_stream(const at::Device& device) {
 
 }  // namespace
 
-/// Reads a place's records, those of audit tokens included, and copies them, in the order of the
-/// current stream.
-Sites::There Sites::bring(Place place, const at::Device& device) const {
+/// Where what a layer's sites want will lie; size 0: they want nothing.
+Sites::There Sites::planned(Layer layer) const {
   There there;
-  if (place.site == Site::kRouter) {
-    there.rows = pinned({pack_.rows(), agreement_.model.experts_per_token}, at::kInt);
-    there.present = pinned({pack_.rows()}, at::kByte);
-    std::uint8_t* const present = bytes_of(there.present);
-    std::fill_n(present, pack_.rows(), std::uint8_t{0});
-    choose(place.layer, {there.rows.data_ptr<std::int32_t>(), present});
-    there.followed =
-        std::count_if(present, present + pack_.rows(), [](auto is) { return is != 0; });
-  } else if (imitates(place) && follows(place)) {
-    there.layout = agreement_.layout(place, agreement_.encoding(place));
-    there.rows = pinned({pack_.rows(), there.layout.bytes()}, at::kByte);
-    there.present = pinned({pack_.rows()}, at::kByte);
-    if (!names_all_rows()) {
-      std::fill_n(bytes_of(there.rows), there.rows.nbytes(), std::uint8_t{0});
-      std::fill_n(bytes_of(there.present), there.present.nbytes(), std::uint8_t{0});
+  there.layer = layer;
+  const std::int64_t rows = pack_.rows(), audits = std::ssize(audited_);
+  for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
+    const Place place = {layer, site};
+    There::Of& of = there.places[static_cast<std::size_t>(site)];
+    if (site == Site::kRouter) {
+      if (own_.follow == nullptr && !follows_routes(layer)) continue;
+      const std::int64_t k = agreement_.model.experts_per_token;
+      of.rows = there.add(rows * k * std::int64_t{sizeof(std::int32_t)});
+      of.present = there.add(rows);
+      continue;
     }
-    read_into(place, there.layout, bytes_of(there.rows), bytes_of(there.present));
-  }
-  if (audits(place)) {
-    std::vector<TokenKey> keys;
-    for (const std::size_t i : audited_) keys.push_back(pack_.keys[i]);
-    there.code_layout = agreement_.layout(place, Encoding::kCodes);
-    there.codes = pinned({std::ssize(keys), there.code_layout.bytes()}, at::kByte);
-    there.codes_present = pinned({std::ssize(keys)}, at::kByte);
-    trace_->read(keys, contract_,
-                 {place, there.code_layout,
-                  std::as_writable_bytes(std::span(bytes_of(there.codes), there.codes.nbytes()))},
-                 std::span(bytes_of(there.codes_present), keys.size()));
-  }
-  for (Tensor* const x : {&there.rows, &there.present, &there.codes, &there.codes_present}) {
-    if (x->defined()) send(*x, device);
+    if (imitates(place) && follows(place)) {
+      of.layout = agreement_.layout(place, agreement_.encoding(place));
+      of.rows = there.add(rows * of.layout.bytes());
+      of.present = there.add(rows);
+    }
+    if (this->audits(place)) {
+      of.code_layout = agreement_.layout(place, Encoding::kCodes);
+      of.codes = there.add(audits * of.code_layout.bytes());
+      of.codes_present = there.add(audits);
+    }
   }
   return there;
 }
 
-/// Of what bring() brings, here and there.
-std::int64_t Sites::bytes_ahead(Place place) const {
-  std::int64_t bytes = 0;
-  if (place.site == Site::kRouter) {
-    bytes += agreement_.model.experts_per_token * std::int64_t{sizeof(std::int32_t)} + 1;
-  } else if (imitates(place) && follows(place)) {
-    bytes += agreement_.layout(place, agreement_.encoding(place)).bytes() + 1;
+/// Reads a layer's records, those of audit tokens included, all threads at once, and copies them,
+/// in the order of the current stream.
+Sites::There Sites::bring(Layer layer, const at::Device& device) const {
+  There there = planned(layer);
+  if (there.size == 0) return there;
+  const Tensor here = pinned({there.size}, at::kByte);
+  std::uint8_t* const bytes = static_cast<std::uint8_t*>(here.data_ptr());
+  const There::Of& routes = there.of(Site::kRouter);
+  const std::int64_t k = agreement_.model.experts_per_token;
+  const Choice choice = {reinterpret_cast<std::int32_t*>(bytes + routes.rows),
+                         bytes + routes.present};
+  if (!names_all_rows()) {
+    std::fill_n(bytes, there.size, std::uint8_t{0});
+  } else if (routes.rows >= 0) {
+    std::fill_n(choice.experts, pack_.rows() * k, 0);
+    std::fill_n(choice.present, pack_.rows(), std::uint8_t{0});
   }
-  bytes *= pack_.rows();
-  if (audits(place)) {
-    bytes += std::ssize(audited_) * (agreement_.layout(place, Encoding::kCodes).bytes() + 1);
+  const std::int64_t parts = this->parts();
+  std::vector<Site> sites;
+  for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
+    if (there.of(site).rows >= 0) sites.push_back(site);
   }
-  return bytes;
+  parallel_for(parts * std::ssize(sites), 1, [&](std::int64_t first, std::int64_t end) {
+    for (std::int64_t task = first; task < end; ++task) {
+      const Site site = sites[static_cast<std::size_t>(task / parts)];
+      const There::Of& of = there.of(site);
+      if (site != Site::kRouter) {
+        read_part(task % parts, {layer, site}, of.layout, bytes + of.rows, bytes + of.present);
+      } else if (own_.follow == nullptr) {
+        recorded(task % parts, layer, choice);
+      }
+    }
+  });
+  if (routes.rows >= 0) {
+    if (own_.follow != nullptr) own(layer, choice);
+    there.followed = std::count_if(choice.present, choice.present + pack_.rows(),
+                                   [](auto is) { return is != 0; });
+  }
+  std::vector<TokenKey> keys;
+  for (const std::size_t i : audited_) keys.push_back(pack_.keys[i]);
+  for (const Site site : {Site::kK, Site::kV, Site::kW13In, Site::kW2In}) {
+    const There::Of& of = there.of(site);
+    if (of.codes < 0) continue;
+    const std::size_t size = keys.size() * static_cast<std::size_t>(of.code_layout.bytes());
+    trace_->read(
+        keys, contract_,
+        {{layer, site}, of.code_layout, std::as_writable_bytes(std::span(bytes + of.codes, size))},
+        std::span(bytes + of.codes_present, keys.size()));
+  }
+  there.bytes = here.to(device, /*non_blocking=*/true);
+  return there;
 }
 
 void Sites::read_ahead_there(const at::Device& device, std::int64_t most_bytes) {
-  std::vector<Place> places;
+  std::vector<std::int32_t> layers;
   for (std::int32_t i = 0; i < agreement_.model.num_layers; ++i) {
-    const Layer layer{i};
-    for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
-      const Place place = {layer, site};
-      const bool wanted = site == Site::kRouter
-                              ? own_.follow != nullptr || follows_routes(layer)
-                              : (imitates(place) && follows(place)) || audits(place);
-      if (wanted) places.push_back(place);
-    }
+    if (planned(Layer{i}).size > 0) layers.push_back(i);
   }
-  if (places.empty()) return;
-  const auto bring_one = [this, device](const Place& place) {
+  if (layers.empty()) return;
+  const auto bring_one = [this, device](std::int32_t layer) {
     const c10::Stream stream = reading_stream(device);
     const c10::StreamGuard scope(stream);
-    There there = bring(place, device);
+    There there = bring(Layer{layer}, device);
     there.arrived.emplace(at::kCUDA);
     there.arrived->record(stream);
     return there;
   };
   ahead_ = std::make_shared<Ahead>(
-      std::move(places), bring_one, [this](const Place& place) { return bytes_ahead(place); },
+      std::move(layers), bring_one, [this](std::int32_t i) { return planned(Layer{i}).size; },
       most_bytes);
 }
 
@@ -187,29 +222,33 @@ void Sites::There::await() const {
   const c10::impl::VirtualGuardImpl guard(at::kCUDA);
   const c10::Stream stream = guard.getStream(arrived->device());
   arrived->block(stream);
-  for (const Tensor& x : {rows, present, codes, codes_present}) {
-    if (x.defined()) x.record_stream(stream);
-  }
+  bytes.record_stream(stream);
 }
 
-Sites::There Sites::there(Place place, const at::Device& device) const {
-  if (ahead_ != nullptr && ahead_->has(place)) {
-    There there = ahead_->take(place);
-    there.await();
-    return there;
-  }
-  return bring(place, device);
+/// Those of a layer stay until another's are asked for.
+const Sites::There& Sites::there(Layer layer, const at::Device& device) const {
+  if (now_ != nullptr && now_->layer == layer) return *now_;
+  const bool ahead = ahead_ != nullptr && ahead_->has(layer.value);
+  now_ = std::make_shared<There>(ahead ? ahead_->take(layer.value) : bring(layer, device));
+  now_->await();
+  return *now_;
 }
 
 void Sites::follow_there(Layer layer, const Tensor& chosen) const {
-  const There choice = there({layer, Site::kRouter}, chosen.device());
+  const There& records = there(layer, chosen.device());
+  const There::Of& routes = records.of(Site::kRouter);
+  const auto view = [&](std::int64_t at, at::IntArrayRef shape, at::ScalarType type) {
+    return at::from_blob(const_cast<std::uint8_t*>(records.at(at)), shape,
+                         at::TensorOptions(chosen.device()).dtype(type));
+  };
   Tensor mismatched;
   if (tally_ != nullptr) {
     mismatched = counts_there(chosen.device()).narrow(0, Later::kMismatched, 1);
-    later_->followed += choice.followed;
+    later_->followed += records.followed;
     ++later_->layers;
   }
-  ops::cuda::follow(choice.rows, choice.present, chosen, mismatched);
+  ops::cuda::follow(view(routes.rows, chosen.sizes(), at::kInt),
+                    view(routes.present, {chosen.size(0)}, at::kByte), chosen, mismatched);
 }
 
 /// What the pass counts there, which the tally gets.
@@ -225,7 +264,7 @@ Tensor Sites::counts_there(const at::Device& device) const {
 
 void Sites::audit_unrounded(Place place, const Tensor& x) const {
   const Tensor rows = x.detach().view({pack_.rows(), -1});
-  audit_there(place, x.size(1), there(place, x.device()),
+  audit_there(place, x.size(1), there(place.layer, x.device()),
               rows.index_select(0, audit_index(x.device())).to(at::kBFloat16), {});
 }
 
@@ -236,24 +275,24 @@ void Sites::audit_there(Place place, std::int64_t cols, const There& records, co
                                Later::kAudits +
                                std::ssize(later_->audits) * kernels::kNumAuditCounts;
   const Device device = ops::house_device(before);
-  const std::int64_t rows = before.numel() / cols, tokens = records.codes.size(0);
+  const std::int64_t rows = before.numel() / cols, tokens = std::ssize(audited_);
+  const There::Of& of = records.of(place.site);
   const auto view = [&](const Tensor& x) {
     return TensorView<const Bf16, 2>{
         static_cast<const Bf16*>(x.const_data_ptr()), {rows, cols}, {cols, 1}, device};
   };
-  const std::int64_t width = records.code_layout.bytes();
-  later_->held.push_back(
-      {.x = view(before),
-       .operand = view(after.defined() ? after : before),
-       .rule = agreement_.rule(place.site),
-       .layout = records.code_layout,
-       .records =
-           {records.codes.const_data_ptr<std::uint8_t>(), {tokens, width}, {width, 1}, device},
-       .present = {records.codes_present.const_data_ptr<std::uint8_t>(), {tokens}, {1}, device},
-       .exponent = exponent(place),
-       .counts = {counts, {kernels::kNumAuditCounts}, {1}, device}});
-  for (const Tensor& x : {before, after, records.codes, records.codes_present}) {
-    if (!x.defined()) continue;
+  const std::int64_t width = of.code_layout.bytes();
+  later_->held.push_back({.x = view(before),
+                          .operand = view(after.defined() ? after : before),
+                          .rule = agreement_.rule(place.site),
+                          .layout = of.code_layout,
+                          .records = {records.at(of.codes), {tokens, width}, {width, 1}, device},
+                          .present = {records.at(of.codes_present), {tokens}, {1}, device},
+                          .exponent = exponent(place),
+                          .counts = {counts, {kernels::kNumAuditCounts}, {1}, device}});
+  for (const Tensor& x : {before, after, records.bytes}) {
+    const auto is_x = [&](const Tensor& held) { return held.is_same(x); };
+    if (!x.defined() || std::ranges::any_of(later_->held_rows, is_x)) continue;
     later_->held_rows.push_back(x);
     later_->held_bytes += static_cast<std::int64_t>(x.nbytes());
   }
@@ -338,8 +377,9 @@ void Sites::compensate_there(Place place, TensorView<const Bf16, 2> from,
 void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<Bf16, 2> to) const {
   const at::Device device = ops::torch_device(to.device);
   const auto numbers = at::TensorOptions(device).dtype(at::kBFloat16);
-  There records;
-  if (follows(place) || audits(place)) records = there(place, device);
+  static const There kNothing;
+  const There& records = follows(place) || audits(place) ? there(place.layer, device) : kNothing;
+  const There::Of& of = records.of(place.site);
   std::array<Tensor, 2> rows;  // of audit tokens, before and after
   const bool in_place = from.data == to.data;
   if (audits(place)) {
@@ -362,12 +402,11 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
   kernels::GuideArgs args = {.x = from, .rule = agreement_.rule(place.site), .out = to};
   args.exponent = exponent(place);
   if (follows(place)) {
-    const std::int64_t width = records.layout.bytes();
+    const std::int64_t width = of.layout.bytes();
     args.guidance = agreement_.guide.mode;
-    args.layout = records.layout;
-    args.records = {
-        records.rows.const_data_ptr<std::uint8_t>(), {pack_.rows(), width}, {width, 1}, to.device};
-    args.present = {records.present.const_data_ptr<std::uint8_t>(), {pack_.rows()}, {1}, to.device};
+    args.layout = of.layout;
+    args.records = {records.at(of.rows), {pack_.rows(), width}, {width, 1}, to.device};
+    args.present = {records.at(of.present), {pack_.rows()}, {1}, to.device};
     if (tally_ != nullptr) {
       const auto site = static_cast<std::size_t>(place.site);
       const Tensor counts = counts_there(device);
