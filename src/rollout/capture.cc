@@ -43,6 +43,7 @@ struct Capture::Impl {
 
   /// Does an audit token keep full codes there? Not beside a record that is full anyway.
   bool audits(Place place) const {
+    if (agreement.guide.audit_every <= 0) return false;
     if (!agreement.rule(place.site).is_guidable()) return false;
     if (!agreement.contract.layers.has(place.layer)) return false;
     if (place.site == Site::kW2In && !agreement.guide.follows(place)) return false;
@@ -106,8 +107,13 @@ std::vector<DeviceCapture::Wanted> Capture::Impl::wanted() const {
       const bool is_w2 = site == Site::kW2In;
       const std::int64_t cols = is_w2 ? model.expert_width : model.hidden;
       const std::int64_t each = is_w2 ? slots : 1;
-      all.push_back(
-          {Form::kAudits, place, each * rule.code_bytes(cols), {}, each, rule.scale_cols(cols)});
+      all.push_back({Form::kAudits,
+                     place,
+                     each * rule.code_bytes(cols),
+                     {},
+                     each,
+                     rule.scale_cols(cols),
+                     !is_w2 && rule.macro_cols(cols) == 0});
     }
   }
   return all;
@@ -126,6 +132,11 @@ TensorView<std::uint8_t, 2> Capture::record_room(const Pass& pass, Layer layer, 
   if (impl_->there) return impl_->there->records({layer, site});
   impl_->records.resize(static_cast<std::size_t>(pass.rows() * wanted.bytes()));
   return {impl_->records.data(), {pass.rows(), wanted.bytes()}, {wanted.bytes(), 1}};
+}
+
+PackedView<std::uint8_t> Capture::code_room(Layer layer, Site site) {
+  if (impl_->sink == nullptr || !impl_->there) return {};
+  return impl_->there->codes({layer, site});
 }
 
 TensorView<std::int32_t, 2> Capture::route_room([[maybe_unused]] const Pass& pass, Layer layer) {

@@ -39,6 +39,9 @@ class Capture {
 
   /// Where they are written, [n, layout.bytes()]; empty where none are wanted.
   TensorView<std::uint8_t, 2> record_room(const Pass& pass, Layer layer, Site site);
+  /// Where their codes are wanted, for audits to find them behind the pass; empty: wherever they
+  /// like.
+  PackedView<std::uint8_t> code_room(Layer layer, Site site);
   /// Where the router's choice [n, K] is wanted; empty: wherever it likes.
   TensorView<std::int32_t, 2> route_room(const Pass& pass, Layer layer);
 

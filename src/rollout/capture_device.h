@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/stream.h"
+#include "kernels/dense/elementwise.h"
 #include "rollout/capture_rows.h"
 #include "rollout/upload.h"
 
@@ -22,6 +23,7 @@ class DeviceCapture {
     RowLayout layout{};            // of records
     std::int64_t slots = 1;        // of audits
     std::int64_t scale_bytes = 0;  // of a slot
+    bool late = false;  // of audits: small passes keep all codes, and are looked at behind them
   };
 
   /// `wanted` of every pass; audits only where rows are audited.
@@ -34,11 +36,13 @@ class DeviceCapture {
 
   TensorView<std::uint8_t, 2> records(Place place) const;
   TensorView<std::int32_t, 2> routes(Place place) const;
+  /// Empty where codes need not outlive the layer.
+  PackedView<std::uint8_t> codes(Place place) const;
   void take_numbers(Place place, TensorView<const Bf16, 2> x);
   void take_audits(Place place, const PackedView<const std::uint8_t>& codes);
 
-  /// Of audits.
-  std::int64_t gathered() const { return std::ssize(audit_rows_); }
+  /// Of audits, within the pass.
+  std::int64_t gathered() const { return gathers_ ? std::ssize(audit_rows_) : 0; }
 
   /// The pass has been given: it will be copied beside what follows.
   void send();
@@ -55,6 +59,7 @@ class DeviceCapture {
     std::int64_t rows = 0;
     std::int64_t offset = 0;
     std::int64_t scales = 0, global = 0;  // where the rest of an audit's is
+    std::int64_t codes = -1;              // of a late audit: where all rows' are
   };
   struct Rows {
     KeptRows kept, audited;
@@ -63,10 +68,15 @@ class DeviceCapture {
   };
 
   void add(const Wanted& wanted, std::int64_t rows);
+  void add_audits(const Wanted& wanted);
   std::int64_t reserve(std::int64_t bytes);
   std::byte* of(const Kept& kept) const { return there_ + kept.offset; }
   const Kept* find(Form form, Place place) const;
   static std::size_t slot_of(Form form, Place place);
+  PackedView<std::uint8_t> codes_of(const Wanted& wanted, std::int64_t offset) const;
+  void add_gathers(const Kept& kept, const PackedView<const std::uint8_t>& codes,
+                   std::vector<kernels::GatherArgs>& all) const;
+  void gather_late();
   void put(RowWriter& writer, const Kept& kept);
 
   Workplace* at_;
@@ -78,8 +88,12 @@ class DeviceCapture {
   std::vector<std::int32_t> index_;  // of now_.places, by form and place; -1: none
   std::size_t kept_index_ = 0, audit_index_ = 0;
   std::vector<std::int32_t> audit_rows_;  // of now_.audited, and more
-  Upload upload_;
-  Room arena_;
+  bool gathers_ = false;                  // within the pass
+  std::int64_t rows_ = 0;                 // of the pass
+  std::int64_t code_bytes_ = 0;           // of late audits' codes
+  Workplace behind_;                      // the same; no graph knows what memory it takes
+  Upload upload_, late_upload_;
+  Room arena_, codes_;
   std::byte* there_ = nullptr;
   PinnedBuffer here_;
   OwnedStream copies_;

@@ -192,7 +192,8 @@ PackedView<const std::uint8_t> ForwardExperts::quantize(const Pass& pass, Layer 
                                                         TensorView<const Bf16, 2> x,
                                                         Capture& capture) {
   const Quantizer rule = agreement_.rule(site);
-  const auto codes = codes_.view(x.shape[0], x.shape[1], rule);
+  const PackedView<std::uint8_t> wanted = capture.code_room(layer, site);
+  const auto codes = wanted.codes.empty() ? codes_.view(x.shape[0], x.shape[1], rule) : wanted;
   const TensorView<std::uint8_t, 2> records = capture.record_room(pass, layer, site);
   kernels::quantize({.x = x,
                      .rule = rule,

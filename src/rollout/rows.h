@@ -37,6 +37,11 @@ class Room {
     }
     return buffer_.as<void>();
   }
+  /// What was taken last.
+  template <typename T = std::byte>
+  T* data() const {
+    return buffer_.as<T>();
+  }
   Device device() const { return at_ == nullptr ? Device{} : at_->device; }
 
  private:

@@ -43,7 +43,7 @@ struct GatherArgs {
 };
 
 /// Up to kMostGathers of one index, in one launch.
-inline constexpr std::size_t kMostGathers = 4;
+inline constexpr std::size_t kMostGathers = 48;
 void gather_rows(std::span<const GatherArgs> all, std::span<const std::int32_t> index,
                  Stream stream);
 
