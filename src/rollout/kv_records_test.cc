@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "base/philox.h"
 #include "device/testing.h"
 
@@ -218,6 +219,30 @@ TEST_P(KvRecordsOn, NothingIsAskedForWhereNothingIsRecorded) {
       {}, kPageTokens, [](TokenKey) { return true; }, GetParam(), {}, 1 << 20)
       .hand_on(spans_, came);
   EXPECT_EQ(came.calls, 0);
+}
+
+TEST_P(KvRecordsOn, AllThreadsAskWhoIsAudited) {
+  set_threads(4);
+  spans_.clear();
+  numbers_.clear();
+  for (const auto& [first, count] : {std::pair(5, 3001), {0, 1}, {2, 0}, {40, 1700}}) {
+    HeldSpan held = {.span = {.id = {spans_.size() + 1}, .first = first, .count = count},
+                     .pages = {}};
+    std::vector<int> numbers;
+    for (std::int32_t p = 0; p <= (first + count) / kPageTokens; ++p) {
+      numbers.push_back(p * 7 % (kPages - 1));
+      held.pages.push_back(pool_.as<std::byte>() + numbers.back() * page_bytes_);
+    }
+    spans_.push_back(std::move(held));
+    numbers_.push_back(std::move(numbers));
+  }
+  std::vector<KvPlace> places(places_.begin(), places_.begin() + 2);
+  places[1].audits = true;
+  KvRecords records(places, kPageTokens, every_third, GetParam(), {}, 64 << 10);
+  Came came;
+  records.hand_on(spans_, came);
+  expect_all(came, places, every_third);
+  set_threads(0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, KvRecordsOn, ::testing::ValuesIn(devices()), name_of_device);
