@@ -25,7 +25,7 @@ void Column::add_piece(std::int64_t wanted) {
   // By an eighth: what is promised to a store counts rows, what it holds counts this.
   const std::int64_t most = std::max<std::int64_t>(kPieceBytes / row_bytes_, kLeastPiece);
   const std::int64_t more =
-      first_ == nullptr ? first_rows_ : std::clamp<std::int64_t>(rows_ / 8, kLeastPiece, most);
+      first_ == nullptr ? first_rows_ : std::clamp<std::int64_t>(rows_ / kSlack, kLeastPiece, most);
   const std::int64_t count = std::max(wanted, more);
   auto* const bytes = static_cast<std::byte*>(std::malloc(row_offset(count, row_bytes_)));
   if (bytes == nullptr) throw std::bad_alloc();
@@ -77,6 +77,8 @@ void Column::close() {
   if (left_ == 0) return;
   if (last_piece() == rows_) {  // its rows failed to come
     pieces_.pop_back();
+  } else if (left_ <= rows_ / kSlack) {
+    return;
   } else {
     Bytes& last = last_bytes();
     void* const less = std::realloc(last.get(), row_offset(rows_ - last_piece(), row_bytes_));

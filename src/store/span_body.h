@@ -99,7 +99,8 @@ class alignas(64) Column {
   /// Forgets rows from `position` on.
   void truncate(std::int32_t position);
 
-  /// No row comes any more. Gives back memory that holds none, where that can be done.
+  /// No row comes any more. Gives back memory that holds none, where that can be done and is more
+  /// than an eighth: each such gift waits for the allocator.
   void close();
 
   /// Once it is closed.
@@ -111,6 +112,7 @@ class alignas(64) Column {
 
  private:
   static constexpr std::int32_t kLeastPiece = 8;
+  static constexpr std::int64_t kSlack = 8;              // of so many parts one may hold no rows
   static constexpr std::int32_t kPieceBytes = 16 << 10;  // rows that come one by one
 
   struct Free {

@@ -96,6 +96,16 @@ TEST_P(ColumnThatFailed, GoesOnWithLaterRows) {
   expect_rows(column_, both(held, position, position + kMore));
 }
 
+TEST(Column, AClosedOneHoldsAnEighthMoreAtMost) {
+  for (std::int32_t rows = 1; rows < 300; ++rows) {
+    Column column(kW13, kLsb, 3);
+    for (std::int32_t p = 0; p < rows; ++p) extend(column, p, p + 1);
+    column.close();
+    EXPECT_LE(column.capacity_bytes(), column.bytes() + column.bytes() / 8) << rows;
+    expect_rows(column, both(0, 0, rows));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Pieces, ColumnThatFailed, ::testing::ValuesIn(kFailed));
 
 }  // namespace

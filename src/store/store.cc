@@ -226,14 +226,14 @@ void Store::Impl::settle(SpanId span, const Body& body, Size size) {
   const auto found = spans.find(span.value);
   if (found == spans.end() || found->second.body.get() != &body) return;
   Entry& entry = found->second;
-  ram_used += size.bytes - entry.body_bytes;
-  entry.body_bytes = size.bytes;
+  ram_used += size.memory - entry.body_bytes;
+  entry.body_bytes = size.memory;
   entry.span.count = std::max(entry.span.count, size.end - entry.span.first);
   entry.sealed = true;
   entry.order = next_order++;
   --open_spans;
   counts.tokens_sealed += std::max(0, size.end - entry.span.first);
-  counts.bytes_sealed += size.bytes;
+  counts.bytes_sealed += size.rows;
   if (entry.span.version.value < floor_version) return drop(found);
   unspilled[entry.order] = span.value;
 }
@@ -449,7 +449,7 @@ void Store::seal_all(std::span<const SpanId> ids) {
   parallel_for(std::ssize(ids), kSpansATask, [&](std::int64_t first, std::int64_t end) {
     for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(end); ++i) {
       for (Column& column : bodies[i]->columns) column.close();
-      sizes[i] = {bodies[i]->capacity_bytes(), bodies[i]->end()};
+      sizes[i] = {bodies[i]->capacity_bytes(), bodies[i]->bytes(), bodies[i]->end()};
     }
   });
   lock.lock();

@@ -79,8 +79,9 @@ struct Store::Impl {
   std::vector<Arrival> arrivals(std::span<const Rows<const std::byte>> places);
   std::vector<std::shared_ptr<Body>> open_bodies(std::span<const SpanId> ids);
   struct Size {
-    std::int64_t bytes = 0;  // of memory
-    std::int32_t end = 0;    // past the last position
+    std::int64_t memory = 0;
+    std::int64_t rows = 0;  // bytes of them
+    std::int32_t end = 0;   // past the last position
   };
   void settle(SpanId span, const Body& body, Size size);
   void drop(Entries::iterator entry);
