@@ -356,6 +356,30 @@ std::string by_gap(std::vector<ArmFigures> arms) {
   return out + "\n";
 }
 
+/// Table, summary and page, and what stopped at last. Returns the exit status; `call` are this
+/// call's seconds.
+int show(const recipe::Comparison& comparison, const std::vector<Cell>& cells,
+         const std::vector<Stopped>& stopped, const fs::path& root, double call) {
+  leave_stops(stopped);
+  std::vector<std::string> lines;
+  for (const Stopped& run : stopped) lines.push_back(cat({run.cell->name(), " ", run.text()}));
+  const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped, lines);
+  if (std::all_of(arms.begin(), arms.end(), [](const ArmFigures& a) { return a.seeds.empty(); })) {
+    throw Error("no run has done a step: " + (lines.empty() ? "none began" : lines.front()));
+  }
+  const recipe::Recipe& first = cells.front().recipe;
+  const double took = run_seconds(arms, call);
+  write_summary(root, arms, first.rollout.drift, took, true);
+  print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
+             comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
+        comparison_table(arms) + "\n" + by_gap(arms));
+  print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
+             " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
+  report({.runs = {root.string()}, .out = "", .figures = ""});
+  for (const std::string& line : lines) error(line);
+  return lines.empty() ? 0 : 1;
+}
+
 }  // namespace
 
 int compare(const CompareArgs& args) {
@@ -404,23 +428,7 @@ int compare(const CompareArgs& args) {
   const std::vector<Stopped> stopped =
       apart ? run_apart(left, cells.data(), args, comparison, root) : run_here(left);
 
-  leave_stops(stopped);
-  std::vector<std::string> lines;
-  for (const Stopped& run : stopped) lines.push_back(cat({run.cell->name(), " ", run.text()}));
-  const std::vector<ArmFigures> arms = read_all(comparison, cells, stopped, lines);
-  if (std::all_of(arms.begin(), arms.end(), [](const ArmFigures& a) { return a.seeds.empty(); })) {
-    throw Error("no run has done a step: " + (lines.empty() ? "none began" : lines.front()));
-  }
-  const double took = run_seconds(arms, seconds() - began);
-  write_summary(root, arms, first.rollout.drift, took, true);
-  print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
-             comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
-        comparison_table(arms) + "\n" + by_gap(arms));
-  print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
-             " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
-  report({.runs = {root.string()}, .out = "", .figures = ""});
-  for (const std::string& line : lines) error(line);
-  return lines.empty() ? 0 : 1;
+  return show(comparison, cells, stopped, root, seconds() - began);
 }
 
 }  // namespace lockstep::cli

@@ -113,9 +113,10 @@ TEST(DeviceChoice, RunsAtOnceNeedTheMemoryOfTheLargest) {
     require_memory_of_all(2, runs, {.free = (12 << 20) - 1});
     FAIL() << "a byte too few";
   } catch (const Error& error) {
-    EXPECT_EQ(std::string(error.what()),
-              "--jobs has 2 runs on a GPU at once, which take 12 MiB; 12 MiB are free: give it a "
-              "smaller number");
+    EXPECT_EQ(
+        std::string(error.what()),
+        "--jobs has 2 runs on a GPU at once, which take 12 MiB; 12582911 B are free: give it a "
+        "smaller number");
   }
 }
 
@@ -140,12 +141,13 @@ TEST(DeviceChoice, TheMachinesMemoryIsAskedForWhatLiesThere) {
   EXPECT_EQ(said(0, 0, kCpu), "");  // a machine that does not say
   EXPECT_EQ(said(all, at_once - 1, kCpu),
             "rollout weights 1 GiB, rollout.cache 2 GiB, the trainer 3 GiB and evaluation 4 GiB "
-            "take together 10 GiB, and this machine has 10 GiB of memory free; lower "
+            "take together 10 GiB, and this machine has 10737418239 B of memory free; lower "
             "rollout.cache, choose a smaller model, or end what else runs here");
-  EXPECT_EQ(said(all - 1, at_once, kCpu),
-            "rollout weights, cache, trainer and evaluation 10 GiB, rollout.swap 5 GiB and "
-            "store.ram 6 GiB may take together 21 GiB, and this machine has 21 GiB of memory; "
-            "lower rollout.swap or store.ram");
+  EXPECT_EQ(
+      said(all - 1, at_once, kCpu),
+      "rollout weights, cache, trainer and evaluation 10 GiB, rollout.swap 5 GiB and "
+      "store.ram 6 GiB may take together 21 GiB, and this machine has 22548578303 B of memory; "
+      "lower rollout.swap or store.ram");
   EXPECT_EQ(said(11ll << 30, 1, kGpu), "");  // the rest lies on the device
   EXPECT_NE(said((11ll << 30) - 1, 1, kGpu).find("may take together 11 GiB"), std::string::npos);
   EXPECT_EQ(said(1ll << 30, 1, kGpu),
