@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/text.h"
+#include "cli/session.h"
 
 namespace lockstep::cli {
 namespace {
@@ -47,6 +48,20 @@ TEST(Said, WithoutALimitOneIsNamedForWhichPagesMakeRoom) {
   EXPECT_TRUE(has(line, "; set trainer.memory to what training takes")) << line;
   EXPECT_TRUE(has(line, "lower trainer.tokens_per_pass")) << line;
   EXPECT_FALSE(has(line, "raise trainer.memory")) << line;
+}
+
+TEST(Memory, OfRowsThatAreKeptIsAskedFor) {
+  const std::vector<Trajectory> batch = {{.tokens = {1, 2}}, {.tokens = {3}}};
+  EXPECT_NO_THROW(require_memory_of_rows(batch, 1, "take less"));
+  try {
+    require_memory_of_rows(batch, std::int64_t{1} << 50, "take less");
+    FAIL() << "3 PiB";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    EXPECT_EQ(what.rfind("the rows of 3 tokens take 3072 TiB, and this machine has ", 0), 0u)
+        << what;
+    EXPECT_NE(what.find(" of memory free; take less"), std::string::npos) << what;
+  }
 }
 
 }  // namespace

@@ -154,6 +154,9 @@ int decompose(const DecomposeArgs& args) {
   info(cat({batch.size(), " answers to ", prompts.size(), " prompts of evaluation, ",
             subject.numbers(), ", ", subject.policy.folder.string()}));
 
+  require_memory_of_rows(batch, subject.agreement.bytes_per_token(),
+                         "lower --n, --samples or rollout.max_new_tokens");
+
   Progress progress("parts", 0);
   std::int64_t known = 0;
   const std::vector<PartGap> gaps =

@@ -15,6 +15,14 @@
 namespace lockstep::cli {
 namespace {
 
+/// Refuses sequences whose BF16 rows, all kept in memory, have no room there.
+void require_rows(const std::vector<Trajectory>& batch, const Subject& subject) {
+  const ModelConfig& model = subject.policy.config;
+  const std::int64_t numbers = model.num_layers * (model.hidden + 2 * model.kv_width());
+  require_memory_of_rows(batch, static_cast<std::int64_t>(sizeof(Bf16)) * numbers,
+                         "give --score a file of fewer sequences");
+}
+
 std::vector<Trajectory> sequences(const DumpArgs& args, const Subject& subject) {
   std::vector<Trajectory> batch;
   for (SequenceRow& row : read_sequences(recipe::find(args.score, "--score"),
@@ -27,6 +35,7 @@ std::vector<Trajectory> sequences(const DumpArgs& args, const Subject& subject) 
     row.trajectory.sampling.temperature = subject.recipe.schedule.sampling.temperature;
     batch.push_back(std::move(row.trajectory));
   }
+  require_rows(batch, subject);
   return batch;
 }
 

@@ -262,6 +262,17 @@ void require_memory(const recipe::Budget& budget, Device device) {
   recipe::require_host_memory({.total = there.total, .free = there.available}, budget, device);
 }
 
+void require_memory_of_rows(std::span<const Trajectory> batch, std::int64_t bytes_a_token,
+                            const char* remedy) {
+  std::int64_t tokens = 0;
+  for (const Trajectory& trajectory : batch) tokens += std::ssize(trajectory.tokens);
+  const std::int64_t available = memory().available;
+  if (available == 0 || tokens * bytes_a_token <= available) return;
+  throw Error(
+      cat({"the rows of ", tokens, " tokens take ", recipe::bytes_text(tokens * bytes_a_token),
+           ", and this machine has ", recipe::bytes_text(available), " of memory free; ", remedy}));
+}
+
 std::filesystem::path run_folder(const std::string& name) {
   // x/.. is this folder, whether or not there is an x.
   if (name.find('/') != std::string::npos) return std::filesystem::path(name).lexically_normal();

@@ -95,6 +95,11 @@ void require_room(const std::filesystem::path& folder, std::int64_t bytes, const
 /// recipe::require_host_memory(). A verb asks it once it knows its device.
 void require_memory(const recipe::Budget& budget, Device device);
 
+/// The same of what sequences leave that are kept in memory to the end: so many bytes a token.
+/// `remedy` is what may be done. Throws Error.
+void require_memory_of_rows(std::span<const Trajectory> batch, std::int64_t bytes_a_token,
+                            const char* remedy);
+
 /// A name below runs/ of the checkout, or a path where it has a slash.
 std::filesystem::path run_folder(const std::string& name);
 
