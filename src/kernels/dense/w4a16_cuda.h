@@ -6,5 +6,7 @@ namespace lockstep::kernels {
 
 /// The arguments have been checked, `items` is not 0.
 void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream);
+/// By wgmma, on a device of compute capability 9.0.
+void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "device/testing.h"
+#include "kernels/dense/grouped_product.h"
 #include "kernels/exact/w4a4_testing.h"
 #include "numerics/bf16.h"
 #include "numerics/e2m1.h"
@@ -113,6 +114,147 @@ TEST_P(W4a16, StaysWithinItsBound) {
       }
     }
     EXPECT_LE(worst, bound) << cols << " x " << out;
+  }
+}
+
+/// The same over BF16 copies of the weights.
+std::vector<float> run_copies(const Problem& p, Device device) {
+  std::vector<Bf16> x, w;
+  for (const std::int32_t row : p.from) {
+    x.insert(x.end(), p.x.begin() + row * p.cols(), p.x.begin() + (row + 1) * p.cols());
+  }
+  for (const Codes& codes : p.w) {
+    for (std::int64_t i = 0; i < p.out() * p.cols(); ++i) {
+      const double value = weight(codes, i / p.cols(), i % p.cols());
+      w.push_back(to_bf16(static_cast<float>(value)));
+      EXPECT_EQ(double{to_float(w.back())}, value);
+    }
+  }
+  const Buffer rows = to_device(x, device);
+  const Buffer copies = to_device(w, device);
+  const Buffer offsets = to_device(p.offsets, device);
+  const Buffer to = to_device(p.to, device);
+  const Buffer out =
+      to_device(std::vector<float>(static_cast<std::size_t>(p.items() * p.out()), -7.0f), device);
+  const auto experts = static_cast<std::int64_t>(p.w.size());
+  grouped_product({.x = {rows.as<const Bf16>(), {p.items(), p.cols()}, {p.cols(), 1}, device},
+                   .w = {copies.as<const Bf16>(),
+                         {experts, p.out(), p.cols()},
+                         {p.out() * p.cols(), p.cols(), 1},
+                         device},
+                   .offsets = index_view(offsets),
+                   .to = index_view(to),
+                   .y = {out.as<float>(), {p.items(), p.out()}, {p.out(), 1}, device}});
+  return to_host<float>(out);
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+/// One order of sums: over codes or copies, for few rows or many, whatever the tile.
+TEST_P(W4a16, HasTheBitsOfTheProductOverCopies) {
+  const bool cpu = GetParam().kind == Device::Kind::kCpu;
+  const std::vector<std::int32_t> few = {0, 1, 3, 8, 0, 9, 20, 17, 33, 16, 7};
+  const std::vector<std::int32_t> many = {0, 1, 300, 65, 0, 520, 257, 2, 129, 31, 1000, 176, 0};
+  std::uint32_t seed = 1000;
+  for (const auto [cols, out] :
+       {std::array{16, 16}, std::array{64, 128}, std::array{208, 100}, std::array{2048, 260},
+        std::array{768, 144}, std::array{1040, 33}}) {
+    if (cpu && cols > 100) continue;
+    for (const auto* const counts : {&few, &many}) {
+      if (cpu && counts == &many) continue;
+      Problem p = problem(60, cols, out, *counts, seed += 100);
+      // Scales at their extremes: none, subnormal, the least normal and the largest.
+      for (std::size_t e = 0; e < p.w.size(); e += 3) {
+        const std::array<std::uint8_t, 6> bytes = {0x00, 0x01, 0x07, 0x08, 0x7D, 0x7E};
+        for (std::size_t i = 0; i < p.w[e].scales.size(); ++i) {
+          p.w[e].scales[i] = bytes[word(seed, static_cast<std::uint32_t>(i)) % 6];
+        }
+      }
+      const std::vector<float> y = run(p, GetParam());
+      EXPECT_TRUE(same_bits(y, run_copies(p, GetParam()))) << cols << " x " << out;
+      EXPECT_TRUE(same_bits(y, run(p, GetParam())));
+    }
+  }
+}
+
+/// Each count of items has its own division into tiles.
+TEST_P(W4a16, HasTheSameBitsForAnyNumberOfItems) {
+  if (GetParam().kind == Device::Kind::kCpu) GTEST_SKIP() << "one row after the other there";
+  std::vector<std::int32_t> counts;
+  for (std::int32_t n = 1; n < 600; n += n < 40 ? 1 : 13) counts.push_back(n);
+  Problem p = problem(40, 256, 144, counts, 77);
+  for (std::size_t e = 1; e < p.w.size(); ++e) p.w[e] = p.w[0];
+  const std::vector<float> y = run(p, GetParam());
+  // What each row makes of the one matrix, by itself.
+  Problem one = problem(40, 256, 144, {40}, 77);
+  one.x = p.x, one.w = {p.w[0]};
+  std::int64_t wrong = 0;
+  for (std::int32_t row = 0; row < 40; ++row) one.from[static_cast<std::size_t>(row)] = row;
+  const std::vector<float> rows = run(one, GetParam());
+  for (std::size_t i = 0; i < p.from.size(); ++i) {
+    const auto at = static_cast<std::size_t>(one.to[static_cast<std::size_t>(p.from[i])]);
+    wrong += std::memcmp(&y[static_cast<std::size_t>(p.to[i]) * 144], &rows[at * 144],
+                         144 * sizeof(float)) != 0;
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+/// Rows that start anywhere, and without numbers of others' rows that are none.
+TEST_P(W4a16, TakesRowsThatStartAnywhere) {
+  const Device device = GetParam();
+  const bool cpu = device.kind == Device::Kind::kCpu;
+  Problem p = problem(9, cpu ? 48 : 336, 72, {3, 0, cpu ? 9 : 90, 1}, 5);
+  for (std::int64_t k = 0; k < p.cols(); k += 5) {
+    p.x[static_cast<std::size_t>(p.cols() + k)] = Bf16{0x7FC0};
+  }
+  const std::vector<float> y = run(p, device);
+  const std::int64_t stride = p.cols() + 3, out_stride = p.out() + 1;
+  std::vector<Bf16> x(static_cast<std::size_t>(p.rows * stride));
+  for (std::int64_t i = 0; i < p.rows; ++i) {
+    std::copy_n(p.x.begin() + i * p.cols(), p.cols(), x.begin() + i * stride);
+  }
+  const Buffer apart = to_device(x, device);
+  const Experts w(p.w, device);
+  const Buffer offsets = to_device(p.offsets, device);
+  const Buffer from = to_device(p.from, device);
+  const Buffer to = to_device(p.to, device);
+  const Buffer out = to_device(
+      std::vector<float>(static_cast<std::size_t>(p.items() * out_stride), -7.0f), device);
+  w4a16({.x = {apart.as<const Bf16>(), {p.rows, p.cols()}, {stride, 1}, device},
+         .w = w.view,
+         .offsets = index_view(offsets),
+         .from = index_view(from),
+         .to = index_view(to),
+         .out = {out.as<float>(), {p.items(), p.out()}, {out_stride, 1}, device}});
+  const std::vector<float> got = to_host<float>(out);
+  std::int64_t wrong = 0;
+  for (std::int64_t i = 0; i < p.items(); ++i) {
+    const auto at = static_cast<std::size_t>(p.to[static_cast<std::size_t>(i)]);
+    const float* const row = &got[at * static_cast<std::size_t>(out_stride)];
+    if (p.from[static_cast<std::size_t>(i)] == 1) {
+      wrong += !std::isnan(row[0]);
+    } else {
+      wrong += std::memcmp(row, &y[at * 72], 72 * sizeof(float)) != 0 || std::isnan(row[0]);
+    }
+    wrong += row[72] != -7.0f;
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+/// Warps must not overtake each other by more than the stages that they share.
+TEST_P(W4a16, ManyShortExpertsBesideLongOnes) {
+  const bool cpu = GetParam().kind == Device::Kind::kCpu;
+  std::vector<std::int32_t> counts;
+  for (int e = 0; e < (cpu ? 6 : 400); ++e) {
+    counts.push_back(e % 4 == 0 ? (cpu ? 9 : 290) : e % 4 == 1 ? 9 : e % 4 == 2 ? 0 : 1);
+  }
+  const Problem p = problem(30, 128, cpu ? 16 : 136, counts, 11);
+  const std::vector<float> first = run(p, GetParam());
+  EXPECT_TRUE(same_bits(first, run_copies(p, GetParam())));
+  for (int again = 0; again < (cpu ? 1 : 20); ++again) {
+    EXPECT_TRUE(same_bits(run(p, GetParam()), first));
   }
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <cstdlib>
 #include "base/philox.h"
 #include "base/text.h"
 #include "device/cuda/bench.h"
@@ -150,7 +151,9 @@ void product16(cuda::Bench& bench, const char* name, std::int32_t out, std::int3
 }
 
 void products16(cuda::Bench& bench) {
-  for (const std::int64_t tokens : {1, 8, 16, 64}) {
+  for (const std::int64_t tokens : {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192, 32768}) {
+    if (std::getenv("BMIN") && tokens < std::atoi(std::getenv("BMIN"))) continue;
+    if (std::getenv("BMAX") && tokens > std::atoi(std::getenv("BMAX"))) continue;
     product16(bench, "w4a16 w13", 2 * kWidth, kHidden, tokens, false);
     product16(bench, "w4a16 w2", kHidden, kWidth, tokens, true);
   }

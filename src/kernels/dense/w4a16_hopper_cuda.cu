@@ -1,0 +1,567 @@
+/// BF16 activations times packed NVFP4 weights by wgmma, whatever the number of rows.
+///
+/// Weights are the rows of the product and items its columns: a warpgroup makes of 64 outputs'
+/// codes and scales, both as they lie in memory, the BF16 numbers of the operand that comes from
+/// registers, so that no weight goes back to shared memory. Two warpgroups, 128 outputs, share up
+/// to 256 items; a group's items are divided into tiles alike, so that what unpacking costs is paid
+/// as seldom as can be. Four warps fetch: codes by bulk copies, rows of items one by one, so that
+/// they may lie anywhere, in the swizzled order that the tensor cores read.
+///
+/// Every output is one accumulator to which K is added in ascending steps of 16: the bits are those
+/// of kernels/dense/grouped_product.h over BF16 copies of the weights, of any tile and any number
+/// of rows.
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <type_traits>
+
+#include "device/cuda/check.h"
+#include "device/cuda/cuda.h"
+#include "kernels/dense/w4a16_cuda.h"
+#include "kernels/dense/wgmma_cuda.h"
+#include "kernels/dense/wgmma_registers_cuda.h"
+#include "kernels/exact/w4a4_tile.h"
+
+namespace lockstep::kernels {
+namespace {
+
+using wgmma::kDepth;
+using wgmma::kMostGroups;
+
+constexpr int kConsumers = 2;
+constexpr int kOutputs = 64 * kConsumers;    // outputs of a tile
+constexpr int kPackedTiles = kOutputs / 16;  // of W4a4Weights
+constexpr int kChunkBytes = 576;             // of 64 columns of 16 outputs
+constexpr int kChunkCodeBytes = 512;         // then their scales
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kRowBytes = kDepth * 2;  // of an item, in a stage
+constexpr int kPieceItems = 32;        // that leave at once
+constexpr int kPieceStride = 64 + 4;   // rows two apart start 8 banks apart
+constexpr int kRaised = 7;             // weights are 2^-7 too small
+
+/// How a kernel divides its work and memory.
+template <int items, int deep, int stages, int lag, int residents, bool staged, int steps,
+          int whole>
+struct Shape {
+  static constexpr int kItems = items;  // of a tile, at most
+  static constexpr int kDeep = deep;    // chunks of 64 columns in a stage
+  static constexpr int kStages = stages;
+  static constexpr int kLag = lag;  // stages of items that are on their way
+  static constexpr int kResidents = residents;
+  static constexpr bool kStaged = staged;  // outputs leave by way of shared memory
+  static constexpr int kSteps = steps;     // of 16 of K, that are multiplied at once
+  static constexpr int kWhole = whole;     // numbers of items are multiples of it
+  static constexpr int kItemBytes = kItems * kRowBytes;
+};
+using Many = Shape<256, 1, 5, 3, 1, true, 1, 16>;
+using Many2 = Shape<256, 1, 5, 3, 1, true, 2, 32>;
+using Many3 = Shape<256, 1, 5, 3, 1, false, 1, 16>;
+using Many4 = Shape<256, 1, 5, 2, 1, true, 2, 64>;
+using Few = Shape<32, 2, 6, 3, 2, false, 1, 8>;
+
+struct Params16 {
+  const Bf16* x;
+  std::int64_t x_stride;
+  const std::byte* weights;
+  std::int64_t expert_bytes;
+  std::int64_t tile_bytes;
+  const std::int32_t* offsets;
+  const std::int32_t* from;
+  const std::int32_t* to;
+  float* y;
+  std::int64_t y_stride;
+  std::int32_t items;
+  std::int32_t experts;
+  std::int32_t out;
+  std::int32_t depth;    // K
+  std::int32_t chunks;   // of K
+  std::int32_t columns;  // tiles side by side
+  bool aligned;          // rows of x start at multiples of 16 bytes
+  bool bulk;             // so do rows of y
+
+  __device__ std::int32_t offset(int expert) const {
+    return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
+  }
+};
+
+template <typename S>
+struct Shared16 {
+  alignas(1024) std::uint8_t x[S::kStages][S::kDeep][S::kItemBytes];
+  alignas(16) std::uint8_t w[S::kStages][kPackedTiles][S::kDeep * kChunkBytes];
+  alignas(
+      16) float pieces[S::kStaged ? kConsumers : 1][2][S::kStaged ? kPieceItems : 1][kPieceStride];
+  std::int32_t rows[2][S::kItems];  // of x
+  std::uint64_t full[S::kStages];
+  std::uint64_t empty[S::kStages];
+  std::int32_t works[kMostGroups + 1];  // before each expert
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct Tile16 {
+  std::int32_t expert;
+  std::int32_t first;  // item
+  std::int32_t items;
+  std::int32_t column;  // the first output
+};
+
+template <typename S>
+__device__ int tiles_of(const Params16& p, int expert) {
+  return (p.offset(expert + 1) - p.offset(expert) + S::kItems - 1) / S::kItems;
+}
+
+/// Tiles go down an expert's items, then to its next outputs, then to the next expert.
+template <typename S>
+__device__ __forceinline__ Tile16 tile_of(const Params16& p, const std::int32_t* works, int index) {
+  int low = 0;
+  int high = p.experts;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (works[middle] <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const std::int32_t begin = p.offset(low);
+  const int count = p.offset(low + 1) - begin;
+  const int tiles = (count + S::kItems - 1) / S::kItems;
+  const int at = index - works[low];
+  const int tile = at % tiles;
+  // The first ones have one item more.
+  const int each = count / tiles, more = count % tiles;
+  return {low, begin + tile * each + min(tile, more), each + (tile < more ? 1 : 0),
+          at / tiles * kOutputs};
+}
+
+/// Counts the tiles before each expert, by the first warp.
+template <typename S>
+__device__ void count_works(const Params16& p, std::int32_t* before_expert, int lane) {
+  std::int32_t before = 0;
+  for (int first = 0; first < p.experts; first += 32) {
+    const int expert = first + lane;
+    const std::int32_t works = expert < p.experts ? tiles_of<S>(p, expert) * p.columns : 0;
+    std::int32_t sum = works;
+    for (int d = 1; d < 32; d *= 2) {
+      const std::int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (expert < p.experts) before_expert[expert] = before + sum - works;
+    before += __shfl_sync(0xFFFFFFFFu, sum, 31);
+  }
+  if (lane == 0) before_expert[p.experts] = before;
+}
+
+__device__ void copy_weights(std::uint32_t shared, const std::byte* global, std::uint32_t bytes,
+                             std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(wgmma::shared_address(barrier))
+      : "memory");
+}
+
+/// Sixteen bytes of an item, zeros for such as are none.
+__device__ void copy_numbers(const Params16& p, std::uint32_t shared, const Bf16* x, bool exists) {
+  if (p.aligned) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(x),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+    return;
+  }
+  std::uint32_t words[4] = {};
+  if (exists) {
+    for (int i = 0; i < 4; ++i) {
+      words[i] = bits_of(x[2 * i]) | static_cast<std::uint32_t>(bits_of(x[2 * i + 1])) << 16;
+    }
+  }
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+/// What is on its way to a stage is there, as the tensor cores see it; by each warp.
+template <int kPending>
+__device__ void hand_over(std::uint64_t* full) {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) wgmma::arrive(full);
+}
+
+template <typename S>
+__device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
+  constexpr int kRows = S::kItems / 16;  // of a thread
+  const int thread = static_cast<int>(threadIdx.x);
+  const int part = thread % 8, row = thread / 8;
+  // Rows eight apart have their parts in the same order.
+  const std::uint32_t place = row * kRowBytes + ((part ^ (row & 7)) << 4);
+  wgmma::Place at, late;
+  int pending = 0, parity = 0;
+  const int all = s.works[p.experts];
+  for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
+    const Tile16 tile = tile_of<S>(p, s.works, index);
+    const int packed = min(kPackedTiles, (p.out - tile.column + 15) / 16);
+    const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
+                                     W4a4Weights::kHeaderBytes +
+                                     (tile.column / 16 + thread % 32) * p.tile_bytes;
+    // In shared memory: in registers their addresses would be kept.
+    std::int32_t* const rows = s.rows[parity ^= 1];
+    for (int item = thread; item < tile.items; item += 128) {
+      rows[item] = p.from == nullptr ? tile.first + item : p.from[tile.first + item];
+    }
+    asm volatile("bar.sync %0, 128;" ::"n"(1 + kConsumers) : "memory");
+    for (int chunk = 0; chunk < p.chunks; chunk += S::kDeep) {
+      wgmma::wait(&s.empty[at.stage], at.parity ^ 1u);
+      const int chunks = min(S::kDeep, p.chunks - chunk);
+      if (thread < 32) {
+        const int bytes = chunks * kChunkBytes;
+        if (thread == 0) wgmma::expect(&s.full[at.stage], packed * bytes);
+        __syncwarp();
+        if (thread < packed) {
+          copy_weights(wgmma::shared_address(s.w[at.stage][thread]), weights + chunk * kChunkBytes,
+                       static_cast<std::uint32_t>(bytes), &s.full[at.stage]);
+        }
+      }
+#pragma unroll
+      for (int deep = 0; deep < S::kDeep; ++deep) {
+        if (deep >= chunks) break;
+        const int k = (chunk + deep) * kDepth + part * 8;
+        const bool exists = k < p.depth;
+        const Bf16* const x = p.x + (exists ? k : 0);
+        const std::uint32_t to = wgmma::shared_address(s.x[at.stage][deep]) + place;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (row + 16 * i < tile.items) {
+            copy_numbers(p, to + i * 16 * kRowBytes, x + rows[row + 16 * i] * p.x_stride, exists);
+          }
+        }
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      at.advance(S::kStages);
+      if (++pending > S::kLag) {
+        hand_over<S::kLag>(&s.full[late.stage]);
+        late.advance(S::kStages);
+        --pending;
+      }
+    }
+  }
+  for (; pending > 0; --pending) {
+    hand_over<0>(&s.full[late.stage]);
+    late.advance(S::kStages);
+  }
+}
+
+__device__ __forceinline__ std::uint32_t multiply_pair(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+/// What a lane reads of a chunk. Lane 4 g + t of the packed order has columns 4 t to 4 t + 3, of
+/// the product's 2 t and the next, and 2 t + 8 and the next.
+struct Codes16 {
+  std::uint32_t left[4], right[4], scales[2];
+
+  __device__ void read(const std::uint8_t* chunk, int lane) {
+    const std::uint8_t* const from = chunk + lane / 4 * 64 + lane % 4 / 2 * 16;
+    const uint4 l = *reinterpret_cast<const uint4*>(from);
+    const uint4 r = *reinterpret_cast<const uint4*>(from + 32);
+    const uint2 s = *reinterpret_cast<const uint2*>(chunk + kChunkCodeBytes + lane / 4 * 8);
+    left[0] = l.x, left[1] = l.y, left[2] = l.z, left[3] = l.w;
+    right[0] = r.x, right[1] = r.y, right[2] = r.z, right[3] = r.w;
+    scales[0] = s.x, scales[1] = s.y;
+  }
+
+  /// The lane's share of the first operand, of block i of 16 columns: rows g and g + 8.
+  __device__ __forceinline__ void unpack(int i, std::uint32_t mine, std::uint32_t (&a)[4]) const {
+    // Byte j: two neighbouring columns of a[j], the first one in the low nibble.
+    const std::uint32_t codes = __byte_perm(left[i], right[i], mine);
+    const std::uint32_t low = codes << 4;
+    // Scale bytes of outputs g and g + 8, where they mean s8 2^-120; then s8 2^119.
+    const std::uint32_t bits = __byte_perm(scales[i / 2], 0, i % 2 == 0 ? 0x4140 : 0x4342) << 4;
+    const std::uint32_t scale = multiply_pair(multiply_pair(bits, 0x7B807B80u), 0x7B007B00u);
+    const std::uint32_t of_row[2] = {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232)};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Codes to the upper ends of the halves; then, as BF16, times 2^-126.
+      const std::uint32_t raised = __byte_perm(low, codes, (4 + j) << 12 | j << 4);
+      const std::uint32_t lowered = (raised & 0x80008000u) | (raised >> 6 & 0x01C001C0u);
+      a[j] = multiply_pair(lowered, of_row[j % 2]);
+    }
+  }
+};
+
+/// d = the products of 64 outputs with up to kN items. While some steps are multiplied the operand
+/// of the next ones is unpacked.
+template <typename S, int kN>
+__device__ __forceinline__ void multiply_tile(const Params16& p, Shared16<S>& s, wgmma::Place& at,
+                                              float (&d)[S::kItems / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int packed = static_cast<int>(threadIdx.x) / 32 - 4;
+  const std::uint32_t mine = lane % 2 == 0 ? 0x6420u : 0x7531u;
+  constexpr int kGroups = 4 / S::kSteps;
+  int before = -1;
+  std::uint32_t a[2][S::kSteps][4];
+  const auto multiply = [&](int chunk, auto odd) {
+    constexpr int kOdd = decltype(odd)::value;
+    constexpr int kAt = kOdd % S::kDeep;  // chunk of the stage
+    if constexpr (kAt == 0) wgmma::wait(&s.full[at.stage], at.parity);
+    Codes16 codes;
+    codes.read(s.w[at.stage][packed] + kAt * kChunkBytes, lane);
+    const std::uint64_t b = wgmma::descriptor(wgmma::shared_address(s.x[at.stage][kAt]));
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      auto& operand = a[(kOdd * kGroups + group) % 2];
+#pragma unroll
+      for (int i = 0; i < S::kSteps; ++i) {
+        codes.unpack(group * S::kSteps + i, mine, operand[i]);
+      }
+      wgmma::begin();
+#pragma unroll
+      for (int i = 0; i < S::kSteps; ++i) {
+        const int k = group * S::kSteps + i;
+        wgmma::multiply<kN>(d, operand[i], b + k * 2, chunk > 0 || k > 0);
+      }
+      wgmma::commit();
+      wgmma::wait_for<1>();
+      if (kAt == 0 && group == 0) {  // the stage before has been multiplied
+        __syncwarp();
+        if (before >= 0 && lane == 0) wgmma::arrive(&s.empty[before]);
+        before = at.stage;
+      }
+    }
+    if (kAt == S::kDeep - 1 || chunk + 1 == p.chunks) at.advance(S::kStages);
+  };
+  int chunk = 0;
+  for (; chunk + 1 < p.chunks; chunk += 2) {
+    multiply(chunk, std::integral_constant<int, 0>{});
+    multiply(chunk + 1, std::integral_constant<int, 1>{});
+  }
+  if (chunk < p.chunks) multiply(chunk, std::integral_constant<int, 0>{});
+  wgmma::wait_for<0>();
+  __syncwarp();
+  if (lane == 0) wgmma::arrive(&s.empty[before]);
+}
+
+/// Of an output's sum.
+struct Factor {
+  float first, second;
+  __device__ float times(float sum) const { return __fmul_rn(__fmul_rn(sum, first), second); }
+};
+
+/// Lane 4 g + t of warp v holds of outputs 16 v + g and 16 v + g + 8 items 8 j + 2 t and the next.
+template <typename S, int kN>
+__device__ __forceinline__ void store(const Params16& p, const Tile16& tile, const Factor& factor,
+                                      const float (&d)[S::kItems / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int out = tile.column + (static_cast<int>(threadIdx.x) / 32 - 4) * 16 + lane / 4;
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+      const int item = j * 8 + lane % 4 * 2 + next;
+      if (item >= tile.items) continue;
+      const std::int32_t row = p.to == nullptr ? tile.first + item : p.to[tile.first + item];
+      float* const y = p.y + row * p.y_stride + out;
+      if (out < p.out) y[0] = factor.times(d[4 * j + next]);
+      if (out + 8 < p.out) y[8] = factor.times(d[4 * j + next + 2]);
+    }
+  }
+}
+
+/// The same by way of shared memory: 64 outputs of an item at once.
+template <typename S, int kN>
+__device__ __forceinline__ void store_staged(const Params16& p, Shared16<S>& s, const Tile16& tile,
+                                             const Factor& factor,
+                                             const float (&d)[S::kItems / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int column = tile.column + consumer * 64;
+  const auto meet = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); };
+#pragma unroll
+  for (int piece = 0; piece < (kN + kPieceItems - 1) / kPieceItems; ++piece) {
+    if (piece * kPieceItems >= tile.items) break;
+    float* const staged = s.pieces[consumer][piece % 2][0];
+    // The warp that sends a piece waits until the one before it in its place has been read.
+    if (warp == piece % 2) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    meet();
+#pragma unroll
+    for (int j = 0; j < kPieceItems / 8; ++j) {
+      const int from = piece * kPieceItems / 8 + j;
+      if (from >= kN / 8) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        staged[(j * 8 + lane % 4 * 2 + i % 2) * kPieceStride + warp * 16 + lane / 4 + i / 2 * 8] =
+            factor.times(d[4 * from + i]);
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet();
+    if (warp != piece % 2) continue;
+    const int item = piece * kPieceItems + lane;
+    if (item < tile.items && column < p.out) {
+      const std::int32_t row = p.to == nullptr ? tile.first + item : p.to[tile.first + item];
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                       p.y + row * p.y_stride + column),
+                   "r"(wgmma::shared_address(staged + lane * kPieceStride)),
+                   "r"(min(64, p.out - column) * 4)
+                   : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+
+template <typename S, int kN>
+__device__ __forceinline__ void make_tile(const Params16& p, Shared16<S>& s, wgmma::Place& at,
+                                          float (&d)[S::kItems / 2], const Tile16& tile) {
+  const auto n = *reinterpret_cast<const std::int32_t*>(p.weights + tile.expert * p.expert_bytes +
+                                                        kExponentAt);
+  // Else the compiler would keep for this what others leave in its registers.
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) d[i] = 0.0f;
+  multiply_tile<S, kN>(p, s, at, d);
+  const PowerPair power = power_pair(n + kRaised);
+  const Factor factor = {power.first, power.second};
+  if constexpr (S::kStaged) {
+    if (p.bulk) return store_staged<S, kN>(p, s, tile, factor, d);
+  }
+  store<S, kN>(p, tile, factor, d);
+}
+
+template <typename S>
+__device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
+  wgmma::Place at;
+  float d[S::kItems / 2];
+  const int all = s.works[p.experts];
+  for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
+    const Tile16 tile = tile_of<S>(p, s.works, index);
+    const auto make = [&](auto n) { make_tile<S, decltype(n)::value>(p, s, at, d, tile); };
+    if constexpr (S::kItems == 32) {
+      static_assert(S::kWhole == 8);
+      if (tile.items <= 8) {
+        make(std::integral_constant<int, 8>{});
+      } else if (tile.items <= 16) {
+        make(std::integral_constant<int, 16>{});
+      } else {
+        make(std::integral_constant<int, 32>{});
+      }
+    } else {
+      constexpr int kCoarse = S::kWhole < 32 ? 32 : S::kWhole;
+      const int unit = tile.items <= 128 ? kCoarse : S::kWhole;
+      const int least = (tile.items + unit - 1) / unit * unit;
+      const auto take = [&](auto n) {
+        constexpr int kN = decltype(n)::value;
+        if constexpr (kN % S::kWhole == 0) {
+          if (least == kN) make(n);
+        }
+      };
+      take(std::integral_constant<int, 32>{});
+      take(std::integral_constant<int, 64>{});
+      take(std::integral_constant<int, 96>{});
+      take(std::integral_constant<int, 128>{});
+      take(std::integral_constant<int, 144>{});
+      take(std::integral_constant<int, 160>{});
+      take(std::integral_constant<int, 176>{});
+      take(std::integral_constant<int, 192>{});
+      take(std::integral_constant<int, 208>{});
+      take(std::integral_constant<int, 224>{});
+      take(std::integral_constant<int, 240>{});
+      take(std::integral_constant<int, 256>{});
+    }
+  }
+  if constexpr (S::kStaged) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#endif
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads, S::kResidents)
+    w4a16_hopper_kernel(const __grid_constant__ Params16 p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
+  auto& s = *reinterpret_cast<Shared16<S>*>(shared_bytes);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp == 0) count_works<S>(p, s.works, static_cast<int>(threadIdx.x));
+  if (threadIdx.x == 32) {
+    for (int i = 0; i < S::kStages; ++i) {
+      wgmma::init_barrier(&s.full[i], 1 + 4);
+      wgmma::init_barrier(&s.empty[i], 4 * kConsumers);
+    }
+    wgmma::publish_barriers();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    if constexpr (S::kResidents == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    produce<S>(p, s);
+  } else {
+    if constexpr (S::kResidents == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consume<S>(p, s);
+  }
+#endif
+}
+
+template <typename S>
+void launch(const Params16& p, std::int64_t items, std::int8_t device, Stream stream) {
+  constexpr int kBytes = sizeof(Shared16<S>);
+  static_assert((kBytes + 1024) * S::kResidents <= 233'472);
+  static const cudaError_t raised = cudaFuncSetAttribute(
+      w4a16_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  cuda::require(raised, "cudaFuncSetAttribute");
+  const std::int64_t experts = std::min<std::int64_t>(p.experts, items);
+  const std::int64_t most = (items / S::kItems + experts) * p.columns;
+  const auto grid = static_cast<unsigned>(
+      std::min<std::int64_t>(most, std::int64_t{cuda::multiprocessors(device)} * S::kResidents));
+  w4a16_hopper_kernel<S><<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(p);
+  cuda::require_launch("w4a16_hopper_kernel");
+}
+
+}  // namespace
+
+void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
+  const cuda::OnDevice scope(args.w.device.index);
+  if (args.w.experts > kMostGroups) {
+    throw Error(cat({"w4a16: ", args.w.experts, " experts, at most ", kMostGroups}));
+  }
+  Params16 p{};
+  p.x = args.x.data;
+  p.x_stride = args.x.stride[0];
+  p.weights = args.w.data;
+  p.expert_bytes = W4a4Weights::expert_bytes(args.w.out, args.w.cols);
+  p.tile_bytes = W4a4Weights::tile_bytes(args.w.cols);
+  p.offsets = args.offsets.data;
+  p.from = args.from.data;
+  p.to = args.to.data;
+  p.y = args.out.data;
+  p.y_stride = args.out.stride[0];
+  p.items = static_cast<std::int32_t>(items);
+  p.experts = args.w.experts;
+  p.out = args.w.out;
+  p.depth = args.w.cols;
+  p.chunks = (args.w.cols + kDepth - 1) / kDepth;
+  p.columns = (args.w.out + kOutputs - 1) / kOutputs;
+  const auto starts = [](const void* data, std::int64_t stride_bytes) {
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
+  };
+  p.aligned = starts(p.x, p.x_stride * 2);
+  p.bulk = starts(p.y, p.y_stride * 4) && p.out % 4 == 0;
+  // As many rows an expert as there may be where each has as many.
+  const char* const choice = std::getenv("PACKED");
+  const int c = choice != nullptr ? std::atoi(choice) : 0;
+  const std::int8_t device = args.w.device.index;
+  if (c == 5 || (c == 0 && items <= std::int64_t{32} * args.w.experts)) {
+    launch<Few>(p, items, device, stream);
+  } else if (c <= 1) {
+    launch<Many>(p, items, device, stream);
+  } else if (c == 2) {
+    launch<Many2>(p, items, device, stream);
+  } else if (c == 3) {
+    launch<Many3>(p, items, device, stream);
+  } else {
+    launch<Many4>(p, items, device, stream);
+  }
+}
+
+}  // namespace lockstep::kernels
