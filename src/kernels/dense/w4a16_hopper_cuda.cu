@@ -41,24 +41,22 @@ constexpr int kPieceStride = 64 + 4;   // rows two apart start 8 banks apart
 constexpr int kRaised = 7;             // weights are 2^-7 too small
 
 /// How a kernel divides its work and memory.
-template <int items, int deep, int stages, int lag, int residents, bool staged, int steps,
-          int whole>
+template <int items, int deep, int stages, int residents, bool staged, int steps, int whole>
 struct Shape {
   static constexpr int kItems = items;  // of a tile, at most
   static constexpr int kDeep = deep;    // chunks of 64 columns in a stage
   static constexpr int kStages = stages;
-  static constexpr int kLag = lag;  // stages of items that are on their way
   static constexpr int kResidents = residents;
   static constexpr bool kStaged = staged;  // outputs leave by way of shared memory
   static constexpr int kSteps = steps;     // of 16 of K, that are multiplied at once
   static constexpr int kWhole = whole;     // numbers of items are multiples of it
   static constexpr int kItemBytes = kItems * kRowBytes;
 };
-using Many = Shape<256, 1, 5, 3, 1, true, 1, 16>;
-using Many2 = Shape<256, 1, 5, 3, 1, true, 2, 32>;
-using Many3 = Shape<256, 1, 5, 3, 1, false, 1, 16>;
-using Many4 = Shape<256, 1, 5, 2, 1, true, 2, 64>;
-using Few = Shape<32, 2, 6, 3, 2, false, 1, 8>;
+using Many = Shape<256, 1, 5, 1, true, 1, 16>;
+using Many2 = Shape<256, 1, 5, 1, true, 2, 32>;
+using Many3 = Shape<256, 1, 5, 1, false, 1, 16>;
+using Many4 = Shape<256, 1, 5, 1, true, 2, 64>;
+using Few = Shape<32, 2, 6, 2, false, 1, 8>;
 
 struct Params16 {
   const Bf16* x;
@@ -74,11 +72,12 @@ struct Params16 {
   std::int32_t items;
   std::int32_t experts;
   std::int32_t out;
-  std::int32_t depth;    // K
-  std::int32_t chunks;   // of K
-  std::int32_t columns;  // tiles side by side
-  bool aligned;          // rows of x start at multiples of 16 bytes
-  bool bulk;             // so do rows of y
+  std::int32_t depth;       // K
+  std::int32_t chunks;      // of K
+  std::int32_t columns;     // tiles side by side
+  std::uint32_t row_units;  // from a row of x to the next, 16 bytes each; 1 where not aligned
+  bool aligned;             // rows of x start at multiples of 16 bytes
+  bool bulk;                // so do rows of y
 
   __device__ std::int32_t offset(int expert) const {
     return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
@@ -91,7 +90,7 @@ struct Shared16 {
   alignas(16) std::uint8_t w[S::kStages][kPackedTiles][S::kDeep * kChunkBytes];
   alignas(
       16) float pieces[S::kStaged ? kConsumers : 1][2][S::kStaged ? kPieceItems : 1][kPieceStride];
-  std::int32_t rows[2][S::kItems];  // of x
+  alignas(16) std::uint32_t rows[2][16][S::kItems < 64 ? 4 : S::kItems / 16];  // of x
   std::uint64_t full[S::kStages];
   std::uint64_t empty[S::kStages];
   std::int32_t works[kMostGroups + 1];  // before each expert
@@ -163,13 +162,12 @@ __device__ void copy_weights(std::uint32_t shared, const std::byte* global, std:
 }
 
 /// Sixteen bytes of an item, zeros for such as are none.
-__device__ void copy_numbers(const Params16& p, std::uint32_t shared, const Bf16* x, bool exists) {
-  if (p.aligned) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(x),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
-    return;
-  }
+__device__ __forceinline__ void copy_numbers(std::uint32_t shared, std::uint64_t x, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(x),
+               "r"(bytes));
+}
+/// Numbers that start anywhere.
+__device__ void copy_singly(std::uint32_t shared, const Bf16* x, bool exists) {
   std::uint32_t words[4] = {};
   if (exists) {
     for (int i = 0; i < 4; ++i) {
@@ -181,13 +179,11 @@ __device__ void copy_numbers(const Params16& p, std::uint32_t shared, const Bf16
                : "memory");
 }
 
-/// What is on its way to a stage is there, as the tensor cores see it; by each warp.
-template <int kPending>
-__device__ void hand_over(std::uint64_t* full) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) wgmma::arrive(full);
+/// Arrives once what the thread copies is there.
+__device__ void arrive_behind_copies(std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(wgmma::shared_address(barrier))
+      : "memory");
 }
 
 template <typename S>
@@ -197,8 +193,8 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
   const int part = thread % 8, row = thread / 8;
   // Rows eight apart have their parts in the same order.
   const std::uint32_t place = row * kRowBytes + ((part ^ (row & 7)) << 4);
-  wgmma::Place at, late;
-  int pending = 0, parity = 0;
+  wgmma::Place at;
+  int parity = 0;
   const int all = s.works[p.experts];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
     const Tile16 tile = tile_of<S>(p, s.works, index);
@@ -206,12 +202,17 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
     const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
                                      W4a4Weights::kHeaderBytes +
                                      (tile.column / 16 + thread % 32) * p.tile_bytes;
-    // In shared memory: in registers their addresses would be kept.
-    std::int32_t* const rows = s.rows[parity ^= 1];
-    for (int item = thread; item < tile.items; item += 128) {
-      rows[item] = p.from == nullptr ? tile.first + item : p.from[tile.first + item];
+    // In shared memory: in registers their addresses would be kept. A thread's lie together.
+    parity ^= 1;
+    const int rounds = (tile.items + 15) / 16;
+    for (int item = thread; item < rounds * 16; item += 128) {
+      const int at_item = tile.first + min(item, tile.items - 1);
+      const std::int32_t of = p.from == nullptr ? at_item : p.from[at_item];
+      s.rows[parity][item % 16][item / 16] = static_cast<std::uint32_t>(of) * p.row_units;
     }
     asm volatile("bar.sync %0, 128;" ::"n"(1 + kConsumers) : "memory");
+    // What is left of sixteen rows is filled up with the last, but where it is most of them.
+    const int mine = S::kItems < 64 ? (tile.items - row + 15) / 16 : rounds;
     for (int chunk = 0; chunk < p.chunks; chunk += S::kDeep) {
       wgmma::wait(&s.empty[at.stage], at.parity ^ 1u);
       const int chunks = min(S::kDeep, p.chunks - chunk);
@@ -231,26 +232,41 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
         const bool exists = k < p.depth;
         const Bf16* const x = p.x + (exists ? k : 0);
         const std::uint32_t to = wgmma::shared_address(s.x[at.stage][deep]) + place;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          if (row + 16 * i < tile.items) {
-            copy_numbers(p, to + i * 16 * kRowBytes, x + rows[row + 16 * i] * p.x_stride, exists);
+        if (!p.aligned) {
+          for (int i = 0; i < mine; ++i) {
+            copy_singly(to + i * 16 * kRowBytes, x + s.rows[parity][row][i] * p.x_stride, exists);
+          }
+          continue;
+        }
+        const auto from = reinterpret_cast<std::uint64_t>(x);
+        const int bytes = exists ? 16 : 0;
+        const auto copy = [&](int i, std::uint32_t units) {
+          std::uint64_t address;
+          asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(units), "l"(from));
+          copy_numbers(to + i * 16 * kRowBytes, address, bytes);
+        };
+        int i = 0;
+        if constexpr (kRows >= 4) {
+#pragma unroll 2
+          for (; i + 4 <= mine; i += 4) {
+            const uint4 rows = *reinterpret_cast<const uint4*>(&s.rows[parity][row][i]);
+            copy(i, rows.x);
+            copy(i + 1, rows.y);
+            copy(i + 2, rows.z);
+            copy(i + 3, rows.w);
           }
         }
+        for (; i < mine; ++i) copy(i, s.rows[parity][row][i]);
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (p.aligned) {
+        arrive_behind_copies(&s.full[at.stage]);
+      } else {
+        wgmma::arrive(&s.full[at.stage]);
+      }
       at.advance(S::kStages);
-      if (++pending > S::kLag) {
-        hand_over<S::kLag>(&s.full[late.stage]);
-        late.advance(S::kStages);
-        --pending;
-      }
     }
   }
-  for (; pending > 0; --pending) {
-    hand_over<0>(&s.full[late.stage]);
-    late.advance(S::kStages);
-  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ __forceinline__ std::uint32_t multiply_pair(std::uint32_t a, std::uint32_t b) {
@@ -307,7 +323,11 @@ __device__ __forceinline__ void multiply_tile(const Params16& p, Shared16<S>& s,
   const auto multiply = [&](int chunk, auto odd) {
     constexpr int kOdd = decltype(odd)::value;
     constexpr int kAt = kOdd % S::kDeep;  // chunk of the stage
-    if constexpr (kAt == 0) wgmma::wait(&s.full[at.stage], at.parity);
+    if constexpr (kAt == 0) {
+      wgmma::wait(&s.full[at.stage], at.parity);
+      // Items came as threads' copies.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
     Codes16 codes;
     codes.read(s.w[at.stage][packed] + kAt * kChunkBytes, lane);
     const std::uint64_t b = wgmma::descriptor(wgmma::shared_address(s.x[at.stage][kAt]));
@@ -487,7 +507,7 @@ __global__ void __launch_bounds__(kThreads, S::kResidents)
   if (warp == 0) count_works<S>(p, s.works, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 32) {
     for (int i = 0; i < S::kStages; ++i) {
-      wgmma::init_barrier(&s.full[i], 1 + 4);
+      wgmma::init_barrier(&s.full[i], 1 + 128);
       wgmma::init_barrier(&s.empty[i], 4 * kConsumers);
     }
     wgmma::publish_barriers();
@@ -545,7 +565,9 @@ void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream)
   const auto starts = [](const void* data, std::int64_t stride_bytes) {
     return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
   };
-  p.aligned = starts(p.x, p.x_stride * 2);
+  p.aligned =
+      starts(p.x, p.x_stride * 2) && args.x.shape[0] * (p.x_stride / 8) < (std::int64_t{1} << 32);
+  p.row_units = p.aligned ? static_cast<std::uint32_t>(p.x_stride / 8) : 1;
   p.bulk = starts(p.y, p.y_stride * 4) && p.out % 4 == 0;
   // As many rows an expert as there may be where each has as many.
   const char* const choice = std::getenv("PACKED");
