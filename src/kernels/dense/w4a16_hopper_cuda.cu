@@ -29,34 +29,41 @@ namespace {
 using wgmma::kDepth;
 using wgmma::kMostGroups;
 
-constexpr int kConsumers = 2;
-constexpr int kOutputs = 64 * kConsumers;    // outputs of a tile
-constexpr int kPackedTiles = kOutputs / 16;  // of W4a4Weights
-constexpr int kChunkBytes = 576;             // of 64 columns of 16 outputs
-constexpr int kChunkCodeBytes = 512;         // then their scales
-constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kChunkBytes = 576;       // of 64 columns of 16 outputs
+constexpr int kChunkCodeBytes = 512;   // then their scales
 constexpr int kRowBytes = kDepth * 2;  // of an item, in a stage
 constexpr int kPieceItems = 32;        // that leave at once
 constexpr int kPieceStride = 64 + 4;   // rows two apart start 8 banks apart
 constexpr int kRaised = 7;             // weights are 2^-7 too small
 
 /// How a kernel divides its work and memory.
-template <int items, int deep, int stages, int residents, bool staged, int steps, int whole>
+template <int consumers, int items, int deep, int stages, int residents, bool gathers, bool staged,
+          int steps, int whole>
 struct Shape {
-  static constexpr int kItems = items;  // of a tile, at most
-  static constexpr int kDeep = deep;    // chunks of 64 columns in a stage
+  static constexpr int kConsumers = consumers;  // warpgroups that multiply
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kOutputs = 64 * kConsumers;    // of a tile
+  static constexpr int kPackedTiles = kOutputs / 16;  // of W4a4Weights
+  static constexpr int kItems = items;                // of a tile, at most
+  static constexpr int kDeep = deep;                  // chunks of 64 columns in a stage
   static constexpr int kStages = stages;
   static constexpr int kResidents = residents;
-  static constexpr bool kStaged = staged;  // outputs leave by way of shared memory
-  static constexpr int kSteps = steps;     // of 16 of K, that are multiplied at once
-  static constexpr int kWhole = whole;     // numbers of items are multiples of it
+  static constexpr bool kGathers = gathers;  // items lie anywhere; else side by side
+  static constexpr bool kStaged = staged;    // outputs leave by way of shared memory
+  static constexpr int kSteps = steps;       // of 16 of K, that are multiplied at once
+  static constexpr int kWhole = whole;       // numbers of items are multiples of it
   static constexpr int kItemBytes = kItems * kRowBytes;
 };
-using Many = Shape<256, 1, 5, 1, true, 1, 16>;
-using Many2 = Shape<256, 1, 5, 1, true, 2, 32>;
-using Many3 = Shape<256, 1, 5, 1, false, 1, 16>;
-using Many4 = Shape<256, 1, 5, 1, true, 2, 64>;
-using Few = Shape<32, 2, 6, 2, false, 1, 8>;
+/// Items that come at once where they lie side by side.
+template <typename S>
+constexpr int box_items() {
+  return S::kItems % 32 == 0 ? 32 : 16;
+}
+template <bool gathers, bool staged, int steps>
+using Many = Shape<2, 256, 1, 5, 1, gathers, staged, steps, steps == 1 ? 16 : 32>;
+template <bool gathers, bool staged, int steps>
+using Wide = Shape<3, 176, 1, 5, 1, gathers, staged, steps, 16>;
+using Few = Shape<2, 32, 2, 6, 2, true, false, 1, 8>;
 
 struct Params16 {
   const Bf16* x;
@@ -87,10 +94,11 @@ struct Params16 {
 template <typename S>
 struct Shared16 {
   alignas(1024) std::uint8_t x[S::kStages][S::kDeep][S::kItemBytes];
-  alignas(16) std::uint8_t w[S::kStages][kPackedTiles][S::kDeep * kChunkBytes];
-  alignas(
-      16) float pieces[S::kStaged ? kConsumers : 1][2][S::kStaged ? kPieceItems : 1][kPieceStride];
-  alignas(16) std::uint32_t rows[2][16][S::kItems < 64 ? 4 : S::kItems / 16];  // of x
+  alignas(16) std::uint8_t w[S::kStages][S::kPackedTiles][S::kDeep * kChunkBytes];
+  alignas(16) float pieces[S::kStaged ? S::kConsumers : 1][2][S::kStaged ? kPieceItems : 1]
+                          [kPieceStride];
+  alignas(16) std::int32_t to[S::kConsumers][S::kItems];             // rows of y
+  alignas(16) std::uint32_t rows[2][16][(S::kItems + 63) / 64 * 4];  // of x
   std::uint64_t full[S::kStages];
   std::uint64_t empty[S::kStages];
   std::int32_t works[kMostGroups + 1];  // before each expert
@@ -131,7 +139,7 @@ __device__ __forceinline__ Tile16 tile_of(const Params16& p, const std::int32_t*
   // The first ones have one item more.
   const int each = count / tiles, more = count % tiles;
   return {low, begin + tile * each + min(tile, more), each + (tile < more ? 1 : 0),
-          at / tiles * kOutputs};
+          at / tiles * S::kOutputs};
 }
 
 /// Counts the tiles before each expert, by the first warp.
@@ -186,6 +194,38 @@ __device__ void arrive_behind_copies(std::uint64_t* barrier) {
       : "memory");
 }
 
+/// The same where items lie side by side; by one warp.
+template <typename S>
+__device__ __forceinline__ void produce_boxes(const Params16& p, const CUtensorMap& x,
+                                              Shared16<S>& s) {
+  const int lane = static_cast<int>(threadIdx.x);
+  wgmma::Place at;
+  const int all = s.works[p.experts];
+  for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
+    const Tile16 tile = tile_of<S>(p, s.works, index);
+    const int packed = min(S::kPackedTiles, (p.out - tile.column + 15) / 16);
+    const int boxes = (tile.items + box_items<S>() - 1) / box_items<S>();
+    const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
+                                     W4a4Weights::kHeaderBytes +
+                                     (tile.column / 16 + lane) * p.tile_bytes;
+    for (int chunk = 0; chunk < p.chunks; ++chunk) {
+      std::uint64_t* const full = &s.full[at.stage];
+      wgmma::wait(&s.empty[at.stage], at.parity ^ 1u);
+      if (lane == 0) wgmma::expect(full, packed * kChunkBytes + boxes * box_items<S>() * kRowBytes);
+      __syncwarp();
+      if (lane < packed) {
+        copy_weights(wgmma::shared_address(s.w[at.stage][lane]), weights + chunk * kChunkBytes,
+                     kChunkBytes, full);
+      } else if (lane >= S::kPackedTiles && lane - S::kPackedTiles < boxes) {
+        const int box = lane - S::kPackedTiles;
+        wgmma::copy_tile(s.x[at.stage][0] + box * box_items<S>() * kRowBytes, &x, chunk * kDepth,
+                         tile.first + box * box_items<S>(), full);
+      }
+      at.advance(S::kStages);
+    }
+  }
+}
+
 template <typename S>
 __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
   constexpr int kRows = S::kItems / 16;  // of a thread
@@ -198,7 +238,7 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
   const int all = s.works[p.experts];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
     const Tile16 tile = tile_of<S>(p, s.works, index);
-    const int packed = min(kPackedTiles, (p.out - tile.column + 15) / 16);
+    const int packed = min(S::kPackedTiles, (p.out - tile.column + 15) / 16);
     const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
                                      W4a4Weights::kHeaderBytes +
                                      (tile.column / 16 + thread % 32) * p.tile_bytes;
@@ -210,7 +250,7 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
       const std::int32_t of = p.from == nullptr ? at_item : p.from[at_item];
       s.rows[parity][item % 16][item / 16] = static_cast<std::uint32_t>(of) * p.row_units;
     }
-    asm volatile("bar.sync %0, 128;" ::"n"(1 + kConsumers) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"n"(1 + S::kConsumers) : "memory");
     // What is left of sixteen rows is filled up with the last, but where it is most of them.
     const int mine = S::kItems < 64 ? (tile.items - row + 15) / 16 : rounds;
     for (int chunk = 0; chunk < p.chunks; chunk += S::kDeep) {
@@ -326,7 +366,7 @@ __device__ __forceinline__ void multiply_tile(const Params16& p, Shared16<S>& s,
     if constexpr (kAt == 0) {
       wgmma::wait(&s.full[at.stage], at.parity);
       // Items came as threads' copies.
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      if constexpr (S::kGathers) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     Codes16 codes;
     codes.read(s.w[at.stage][packed] + kAt * kChunkBytes, lane);
@@ -373,18 +413,17 @@ struct Factor {
 
 /// Lane 4 g + t of warp v holds of outputs 16 v + g and 16 v + g + 8 items 8 j + 2 t and the next.
 template <typename S, int kN>
-__device__ __forceinline__ void store(const Params16& p, const Tile16& tile, const Factor& factor,
-                                      const float (&d)[S::kItems / 2]) {
+__device__ __forceinline__ void store(const Params16& p, const std::int32_t* to, const Tile16& tile,
+                                      const Factor& factor, const float (&d)[S::kItems / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int out = tile.column + (static_cast<int>(threadIdx.x) / 32 - 4) * 16 + lane / 4;
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
+    const int2 rows = *reinterpret_cast<const int2*>(to + j * 8 + lane % 4 * 2);
 #pragma unroll
     for (int next = 0; next < 2; ++next) {
-      const int item = j * 8 + lane % 4 * 2 + next;
-      if (item >= tile.items) continue;
-      const std::int32_t row = p.to == nullptr ? tile.first + item : p.to[tile.first + item];
-      float* const y = p.y + row * p.y_stride + out;
+      if (j * 8 + lane % 4 * 2 + next >= tile.items) continue;
+      float* const y = p.y + (next == 0 ? rows.x : rows.y) * p.y_stride + out;
       if (out < p.out) y[0] = factor.times(d[4 * j + next]);
       if (out + 8 < p.out) y[8] = factor.times(d[4 * j + next + 2]);
     }
@@ -393,7 +432,8 @@ __device__ __forceinline__ void store(const Params16& p, const Tile16& tile, con
 
 /// The same by way of shared memory: 64 outputs of an item at once.
 template <typename S, int kN>
-__device__ __forceinline__ void store_staged(const Params16& p, Shared16<S>& s, const Tile16& tile,
+__device__ __forceinline__ void store_staged(const Params16& p, Shared16<S>& s,
+                                             const std::int32_t* to, const Tile16& tile,
                                              const Factor& factor,
                                              const float (&d)[S::kItems / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -423,7 +463,7 @@ __device__ __forceinline__ void store_staged(const Params16& p, Shared16<S>& s, 
     if (warp != piece % 2) continue;
     const int item = piece * kPieceItems + lane;
     if (item < tile.items && column < p.out) {
-      const std::int32_t row = p.to == nullptr ? tile.first + item : p.to[tile.first + item];
+      const std::int32_t row = to[item];
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
                        p.y + row * p.y_stride + column),
                    "r"(wgmma::shared_address(staged + lane * kPieceStride)),
@@ -439,16 +479,34 @@ __device__ __forceinline__ void make_tile(const Params16& p, Shared16<S>& s, wgm
                                           float (&d)[S::kItems / 2], const Tile16& tile) {
   const auto n = *reinterpret_cast<const std::int32_t*>(p.weights + tile.expert * p.expert_bytes +
                                                         kExponentAt);
+  // Where outputs go is asked for now and looked at when it is there.
+  constexpr int kEach = (S::kItems + 127) / 128;
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  std::int32_t rows[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int item = tile.first + min(thread + i * 128, tile.items - 1);
+    rows[i] = p.to == nullptr ? item : p.to[item];
+  }
   // Else the compiler would keep for this what others leave in its registers.
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) d[i] = 0.0f;
   multiply_tile<S, kN>(p, s, at, d);
+  std::int32_t* const to = s.to[consumer];
+  const auto meet = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); };
+  meet();  // those of the tile before have been read
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (thread + i * 128 < S::kItems) to[thread + i * 128] = rows[i];
+  }
+  meet();
   const PowerPair power = power_pair(n + kRaised);
   const Factor factor = {power.first, power.second};
   if constexpr (S::kStaged) {
-    if (p.bulk) return store_staged<S, kN>(p, s, tile, factor, d);
+    if (p.bulk) return store_staged<S, kN>(p, s, to, tile, factor, d);
   }
-  store<S, kN>(p, tile, factor, d);
+  store<S, kN>(p, to, tile, factor, d);
 }
 
 template <typename S>
@@ -475,7 +533,9 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
       const auto take = [&](auto n) {
         constexpr int kN = decltype(n)::value;
         if constexpr (kN % S::kWhole == 0) {
-          if (least == kN) make(n);
+          if constexpr (kN <= S::kItems) {
+            if (least == kN) make(n);
+          }
         }
       };
       take(std::integral_constant<int, 32>{});
@@ -498,8 +558,8 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
 #endif
 
 template <typename S>
-__global__ void __launch_bounds__(kThreads, S::kResidents)
-    w4a16_hopper_kernel(const __grid_constant__ Params16 p) {
+__global__ void __launch_bounds__(S::kThreads, S::kResidents)
+    w4a16_hopper_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ Params16 p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<Shared16<S>*>(shared_bytes);
@@ -507,34 +567,45 @@ __global__ void __launch_bounds__(kThreads, S::kResidents)
   if (warp == 0) count_works<S>(p, s.works, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 32) {
     for (int i = 0; i < S::kStages; ++i) {
-      wgmma::init_barrier(&s.full[i], 1 + 128);
-      wgmma::init_barrier(&s.empty[i], 4 * kConsumers);
+      wgmma::init_barrier(&s.full[i], S::kGathers ? 1 + 128 : 1);
+      wgmma::init_barrier(&s.empty[i], 4 * S::kConsumers);
     }
     wgmma::publish_barriers();
   }
   __syncthreads();
   if (warp < 4) {
     if constexpr (S::kResidents == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    produce<S>(p, s);
+    if constexpr (S::kGathers) {
+      produce<S>(p, s);
+    } else if (warp == 0) {
+      produce_boxes<S>(p, x, s);
+    }
   } else {
-    if constexpr (S::kResidents == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (S::kResidents == 1 && S::kConsumers == 2) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    } else if constexpr (S::kResidents == 1) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    }
     consume<S>(p, s);
   }
 #endif
 }
 
 template <typename S>
-void launch(const Params16& p, std::int64_t items, std::int8_t device, Stream stream) {
+void launch(Params16 p, std::int64_t rows, std::int64_t items, std::int8_t device, Stream stream) {
   constexpr int kBytes = sizeof(Shared16<S>);
   static_assert((kBytes + 1024) * S::kResidents <= 233'472);
   static const cudaError_t raised = cudaFuncSetAttribute(
       w4a16_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   cuda::require(raised, "cudaFuncSetAttribute");
+  CUtensorMap x{};
+  if constexpr (!S::kGathers) x = wgmma::tensor_map(p.x, rows, p.depth, p.x_stride, box_items<S>());
+  p.columns = (p.out + S::kOutputs - 1) / S::kOutputs;
   const std::int64_t experts = std::min<std::int64_t>(p.experts, items);
   const std::int64_t most = (items / S::kItems + experts) * p.columns;
   const auto grid = static_cast<unsigned>(
       std::min<std::int64_t>(most, std::int64_t{cuda::multiprocessors(device)} * S::kResidents));
-  w4a16_hopper_kernel<S><<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(p);
+  w4a16_hopper_kernel<S><<<grid, S::kThreads, kBytes, cuda::stream_of(stream)>>>(x, p);
   cuda::require_launch("w4a16_hopper_kernel");
 }
 
@@ -561,7 +632,6 @@ void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream)
   p.out = args.w.out;
   p.depth = args.w.cols;
   p.chunks = (args.w.cols + kDepth - 1) / kDepth;
-  p.columns = (args.w.out + kOutputs - 1) / kOutputs;
   const auto starts = [](const void* data, std::int64_t stride_bytes) {
     return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
   };
@@ -573,16 +643,24 @@ void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream)
   const char* const choice = std::getenv("PACKED");
   const int c = choice != nullptr ? std::atoi(choice) : 0;
   const std::int8_t device = args.w.device.index;
+  const bool gathers = p.from != nullptr || !p.aligned;
+  const auto go = [&](auto shape) {
+    launch<decltype(shape)>(p, args.x.shape[0], items, device, stream);
+  };
   if (c == 5 || (c == 0 && items <= std::int64_t{32} * args.w.experts)) {
-    launch<Few>(p, items, device, stream);
+    go(Few{});
   } else if (c <= 1) {
-    launch<Many>(p, items, device, stream);
+    gathers ? go(Many<true, true, 1>{}) : go(Many<false, true, 1>{});
   } else if (c == 2) {
-    launch<Many2>(p, items, device, stream);
+    gathers ? go(Many<true, true, 2>{}) : go(Many<false, true, 2>{});
   } else if (c == 3) {
-    launch<Many3>(p, items, device, stream);
+    gathers ? go(Many<true, false, 1>{}) : go(Many<false, false, 1>{});
+  } else if (c == 4) {
+    gathers ? go(Wide<true, true, 1>{}) : go(Wide<false, true, 1>{});
+  } else if (c == 6) {
+    gathers ? go(Wide<true, false, 1>{}) : go(Wide<false, false, 1>{});
   } else {
-    launch<Many4>(p, items, device, stream);
+    gathers ? go(Wide<true, true, 2>{}) : go(Wide<false, true, 2>{});
   }
 }
 

@@ -1,11 +1,11 @@
 /// The exact product on a CUDA device, at the shapes of Qwen3-30B-A3B.
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
 
-#include <cstdlib>
 #include "base/philox.h"
 #include "base/text.h"
 #include "device/cuda/bench.h"
@@ -119,13 +119,13 @@ void product(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_
 
 /// The same products of BF16 activations.
 void product16(cuda::Bench& bench, const char* name, std::int32_t out, std::int32_t cols,
-               std::int64_t tokens, bool slots) {
+               std::int64_t tokens, bool slots, bool sorted = false) {
   const Routes routes(tokens, 11);
   const double bytes = static_cast<double>(routes.active) * out * cols * 0.5625;
   const int sets = cuda::Bench::sets_of(bytes);
   const Weights weights(bench, out, cols, sets, 5);
   const std::int64_t items = tokens * kSlots;
-  const std::int64_t rows = slots ? items : tokens;
+  const std::int64_t rows = slots || sorted ? items : tokens;
   const Buffer x = bench.normal_bf16(rows * cols, 9);
   const Buffer offsets = to_device(routes.offsets, bench.device());
   const Buffer slot_of = to_device(routes.slot_of, bench.device());
@@ -142,7 +142,9 @@ void product16(cuda::Bench& bench, const char* name, std::int32_t out, std::int3
     w4a16({.x = {x.as<const Bf16>(), {rows, cols}, {cols, 1}, bench.device()},
            .w = weights.view[static_cast<std::size_t>(set)],
            .offsets = view_of(offsets),
-           .from = view_of(slots ? slot_of : row_of),
+           .from = sorted  ? TensorView<const std::int32_t, 1>{}
+                   : slots ? view_of(slot_of)
+                           : view_of(row_of),
            .to = view_of(slot_of),
            .out = {y.as<float>(), {items, out}, {out, 1}, bench.device()}},
           stream);
@@ -156,6 +158,9 @@ void products16(cuda::Bench& bench) {
     if (std::getenv("BMAX") && tokens > std::atoi(std::getenv("BMAX"))) continue;
     product16(bench, "w4a16 w13", 2 * kWidth, kHidden, tokens, false);
     product16(bench, "w4a16 w2", kHidden, kWidth, tokens, true);
+    if (tokens < 2048) continue;
+    product16(bench, "w4a16 w13, rows in order", 2 * kWidth, kHidden, tokens, false, true);
+    product16(bench, "w4a16 w2, rows in order", kHidden, kWidth, tokens, true, true);
   }
 }
 
