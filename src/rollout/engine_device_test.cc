@@ -124,23 +124,30 @@ TEST_P(EngineBesideCpu, ScoresAndCodesAreNearlyThoseOfTheCpu) {
 /// Decoding is given to the device again and again, and that changes no bit: not of a pass that was
 /// filled up, nor of one that comes after longer ones.
 TEST_P(EngineBesideCpu, PassesThatAreReplayedGiveTheSameBits) {
-  const Agreement agreement = small_agreement();
-  std::vector<Request> requests;
-  for (std::int64_t i = 0; i < 3; ++i) requests.push_back(request(2 * i, 9, 7, 60));
-  Rig together(agreement), alone(agreement);
-  const std::vector<Trajectory> out = generate(together.engine, requests);
-  const Metrics seen = together.engine.metrics();
-  if (on_cuda()) {
-    EXPECT_GT(seen.at("perf/replayed_passes"), 20.0);
-  } else {
-    EXPECT_EQ(seen.at("perf/replayed_passes"), 0.0);
+  Agreement w4a16 = small_agreement();
+  w4a16.contract.activation = {};
+  w4a16.guide.sites = {Site::kK, Site::kV};
+  for (const Agreement& agreement : {small_agreement(), w4a16}) {
+    std::vector<Request> requests;
+    for (std::int64_t i = 0; i < 3; ++i) requests.push_back(request(2 * i, 9, 7, 60));
+    Rig together(agreement), alone(agreement);
+    const std::vector<Trajectory> out = generate(together.engine, requests);
+    const Metrics seen = together.engine.metrics();
+    if (on_cuda()) {
+      EXPECT_GT(seen.at("perf/replayed_passes"), 20.0);
+    } else {
+      EXPECT_EQ(seen.at("perf/replayed_passes"), 0.0);
+    }
+    std::vector<Trajectory> one_by_one;
+    for (const Request& r : requests) {
+      for (Trajectory& t : generate(alone.engine, {r})) one_by_one.push_back(std::move(t));
+    }
+    expect_same(together, out, alone, one_by_one);
+    for (const Trajectory& t : out) expect_complete(together, t);
+    // What was decoded, read again as many rows at once.
+    const std::vector<Trajectory> again = together.engine.rescore(out);
+    for (std::size_t i = 0; i < out.size(); ++i) expect_same(out[i], again[i]);
   }
-  std::vector<Trajectory> one_by_one;
-  for (const Request& r : requests) {
-    for (Trajectory& t : generate(alone.engine, {r})) one_by_one.push_back(std::move(t));
-  }
-  expect_same(together, out, alone, one_by_one);
-  for (const Trajectory& t : out) expect_complete(together, t);
 }
 
 /// Between two rollouts the device has the cache's memory, and neither graphs nor tokens know of

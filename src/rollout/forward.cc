@@ -11,6 +11,7 @@
 #include "kernels/dense/heads.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/rope.h"
+#include "kernels/dense/w4a16.h"
 #include "rollout/capture.h"
 #include "rollout/door.h"
 #include "rollout/forward_experts.h"
@@ -64,7 +65,9 @@ struct Forward::Impl {
       : agreement(agreement),
         options(options),
         at{device, stream},
-        weights(agreement, device, stream),
+        // The products in halves are made of copies.
+        weights(agreement, device, stream,
+                kernels::w4a16_takes_any(device) && !options.drift.split_k),
         checks(agreement.model.num_layers, at, 2 * kernels::kNumQuantizeCounts),
         experts(agreement, options, at, checks.counts() + kernels::kNumQuantizeCounts),
         upload(at, agreement.model.num_heads / agreement.model.num_kv_heads),

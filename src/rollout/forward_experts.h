@@ -92,6 +92,9 @@ class ForwardExperts {
   void in_halves(
       const SiteInput& site, TensorView<float, 2> y,
       const std::function<void(const SiteInput& half, TensorView<float, 2> out)>& multiply);
+  TensorView<const Bf16, 2> numbers(const SiteInput& site);
+  void packed_product(const SiteInput& site, const kernels::W4a4Weights& weights,
+                      std::span<const std::int32_t> from, TensorView<float, 2> y);
   void bf16_product(const SiteInput& site, const kernels::PackedMatrix& weights,
                     std::span<const std::int32_t> from, TensorView<float, 2> y);
   void product(const SiteInput& site, const LayerWeights& weights, bool down,

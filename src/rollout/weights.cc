@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/text.h"
+#include "kernels/dense/w4a16.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/mx_product.h"
 #include "kernels/exact/quantize.h"
@@ -69,12 +70,13 @@ void require_width(const char* name, std::int32_t width, std::int32_t unit, cons
 
 }  // namespace
 
-Weights::Weights(const Agreement& agreement, Device device, Stream stream)
+Weights::Weights(const Agreement& agreement, Device device, Stream stream, bool packs)
     : model_(agreement.model),
       contract_(agreement.contract),
       order_(weight_ids(model_)),
       device_(device),
-      stream_(stream) {
+      stream_(stream),
+      packs_(packs) {
   require_width("hidden", model_.hidden, 2, "the product");
   require_width("expert_width", model_.expert_width, 2, "the product");
   require_width("head_dim", model_.head_dim, 2, "rotary embedding");
@@ -126,7 +128,7 @@ void Weights::make_room() {
     layer.o = matrix(d, model_.q_width());
     layer.router = matrix(model_.num_experts, d);
     layer.format = format({i});
-    if (layer.format == ExpertFormat::kW4a4) {
+    if (in_tiles(layer.format)) {
       layer.gate_up_codes = coded_matrix(2 * model_.expert_width, model_.hidden);
       layer.down_codes = coded_matrix(model_.hidden, model_.expert_width);
     } else if (layer.format == ExpertFormat::kMx) {
@@ -185,7 +187,9 @@ ExpertFormat Weights::format(Layer layer) const {
     case ExpertProduct::kMxfp4: return ExpertFormat::kMx;
     case ExpertProduct::kBf16: break;
   }
-  return ExpertFormat::kCodeBf16;
+  return packs_ && is_nvfp4(contract_.weight) && contract_.weight.global_is_power_of_two
+             ? ExpertFormat::kW4a16
+             : ExpertFormat::kCodeBf16;
 }
 
 void Weights::begin(WeightVersion version, ContractId contract) {
@@ -254,8 +258,7 @@ void Weights::put_all(std::span<const Weight> weights) {
 
 std::optional<CodesPlace> Weights::place(const WeightId& id) {
   const std::size_t index = index_to_put(id);
-  const bool exact =
-      format(id.layer) == ExpertFormat::kW4a4 && contract_.weight.global_is_power_of_two;
+  const bool exact = in_tiles(format(id.layer)) && contract_.weight.global_is_power_of_two;
   if (!there_ || !of_expert(id.role) || !exact) return {};
   seen_[index] = 1;
   return there_->place(index, probes(id));
@@ -361,7 +364,8 @@ void Weights::require_numbers(const Weight& weight) const {
     return require_finite(weight.id, std::get<TensorView<const Bf16, 2>>(weight.value));
   }
   switch (layers_[static_cast<std::size_t>(weight.id.layer.value)].format) {
-    case ExpertFormat::kW4a4: try { kernels::w4a4_require(*codes, contract_.weight);
+    case ExpertFormat::kW4a4:
+    case ExpertFormat::kW4a16: try { kernels::w4a4_require(*codes, contract_.weight);
       } catch (const Error& error) {
         throw Error(cat({"weight ", to_string(weight.id), ": ", error.what()}));
       }
@@ -398,7 +402,8 @@ Metrics Weights::metrics() const {
 
 void Weights::put_codes(const WeightId& id, const PackedView<const std::uint8_t>& value) {
   switch (layers_[static_cast<std::size_t>(id.layer.value)].format) {
-    case ExpertFormat::kW4a4: put_coded(id, value); break;
+    case ExpertFormat::kW4a4:
+    case ExpertFormat::kW4a16: put_coded(id, value); break;
     case ExpertFormat::kMx: put_mx(id, value); break;
     default: put_values(id, value);
   }
@@ -428,6 +433,11 @@ void Weights::probe(const WeightId& id, const PackedView<const std::uint8_t>& va
           w.data = w.expert(id.expert.value);
           w.experts = 1;
           coded(x, [&](const auto& a) { kernels::w4a4({.a = a, .w = w, .out = y, .rule = rule}); });
+        } else if (layer.format == ExpertFormat::kW4a16) {
+          kernels::W4a4Weights w = up ? layer.gate_up_codes : layer.down_codes;
+          w.data = w.expert(id.expert.value);
+          w.experts = 1;
+          kernels::w4a16({.x = x, .w = w, .out = y});
         } else if (layer.format == ExpertFormat::kMx) {
           PackedView<std::uint8_t> w = up ? layer.gate_up_mx : layer.down_mx;
           for (auto* part : {&w.codes, &w.scales}) {
@@ -553,7 +563,7 @@ std::uint32_t crc_of_rows(const PackedMatrix& from, std::int64_t first, std::int
 std::uint32_t Weights::held(std::size_t index) {
   const WeightId& id = order_[index];
   const ExpertFormat kept = of_expert(id.role) ? format(id.layer) : ExpertFormat::kBf16;
-  if (kept == ExpertFormat::kW4a4 || kept == ExpertFormat::kMx) return held_codes(index);
+  if (in_tiles(kept) || kept == ExpertFormat::kMx) return held_codes(index);
   const WeightHome& at = home(id);
   const std::int64_t rows = weight_shape(model_, id.role)[0];
   std::uint32_t crc =

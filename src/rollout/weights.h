@@ -22,8 +22,13 @@ enum class ExpertFormat : std::uint8_t {
   kBf16,      // arrive in BF16
   kCodeBf16,  // arrive as codes, read as BF16, which holds them exactly (macro blocks: rounded)
   kW4a4,      // NVFP4 codes, for the exact product with codes of activations
+  kW4a16,     // the same, for the product with BF16 activations
   kMx,        // the same of MXFP4
 };
+
+constexpr bool in_tiles(ExpertFormat format) {
+  return format == ExpertFormat::kW4a4 || format == ExpertFormat::kW4a16;
+}
 
 /// All of it lies on the device of the Weights.
 struct LayerWeights {
@@ -51,9 +56,11 @@ class DeviceWeights;
 /// and commit() nothing may run on it, for it holds a mixture of two models.
 class Weights final : public WeightSink {
  public:
-  /// Memory on `device`, in the order of `stream`, on which all work on it is done. Throws Error
+  /// Memory on `device`, in the order of `stream`, on which all work on it is done. NVFP4 experts
+  /// of BF16 activations are BF16 copies, or, if `packs`, stay codes for w4a16(). Throws Error
   /// naming the width that no kernel takes.
-  explicit Weights(const Agreement& agreement, Device device = {}, Stream stream = {});
+  explicit Weights(const Agreement& agreement, Device device = {}, Stream stream = {},
+                   bool packs = false);
   ~Weights() override;
 
   void begin(WeightVersion version, ContractId contract) override;
@@ -131,6 +138,7 @@ class Weights final : public WeightSink {
 
   Device device_;
   Stream stream_;
+  bool packs_ = false;
   std::vector<Buffer> memory_;
   TensorView<Bf16, 2> embedding_;
   std::span<Bf16> final_norm_;

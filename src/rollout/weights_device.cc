@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/w4a16.h"
 #include "kernels/exact/code_flips.h"
 #include "kernels/exact/dequantize.h"
 #include "kernels/exact/place_weights.h"
@@ -93,6 +94,7 @@ void DeviceWeights::list_all() {
     const bool up = id.role == WeightId::Role::kGateUp;
     switch (format(id)) {
       case ExpertFormat::kW4a4:
+      case ExpertFormat::kW4a16:
         list_.add(up ? layer.gate_up_codes : layer.down_codes, id.expert.value);
         break;
       case ExpertFormat::kMx: {
@@ -195,7 +197,7 @@ bool DeviceWeights::replace(std::span<const Arrival> arrivals) {
   for (const Arrival& arrival : arrivals) {
     const WeightId& id = at_.order[arrival.index];
     const auto* codes = std::get_if<Codes>(&arrival.weight->value);
-    if (codes == nullptr || on_host(codes->codes.device) || format(id) != ExpertFormat::kW4a4) {
+    if (codes == nullptr || on_host(codes->codes.device) || !in_tiles(format(id))) {
       return false;
     }
     const auto [rows, cols] = weight_shape(at_.model, id.role);
@@ -281,7 +283,7 @@ void DeviceWeights::put_codes(std::size_t index, const Codes& value, bool probe)
     return;
   }
   const Codes codes = on_device(value);
-  if (layer.format == ExpertFormat::kW4a4) {
+  if (in_tiles(layer.format)) {
     const kernels::W4a4Weights& to =
         id.role == WeightId::Role::kGateUp ? layer.gate_up_codes : layer.down_codes;
     if (compares_) {
@@ -335,10 +337,13 @@ void DeviceWeights::multiply(std::size_t index, std::int64_t in, TensorView<floa
   const Probed& probed = probed_.at(in);
   const auto x = rows_at<const Bf16>(probed.x.as<void>(), 1, in, device_);
   const std::int64_t out = y.shape[1];
-  if (layer.format == ExpertFormat::kW4a4) {
+  if (in_tiles(layer.format)) {
     kernels::W4a4Weights w = codes_at(id);
     w.data = w.expert(id.expert.value);
     w.experts = 1;
+    if (layer.format == ExpertFormat::kW4a16) {
+      return kernels::w4a16({.x = x, .w = w, .out = y}, stream_);
+    }
     kernels::w4a4({.a = codes_of(probed, in),
                    .w = w,
                    .out = y,
@@ -452,7 +457,7 @@ DeviceWeights::ProbeLists DeviceWeights::probe_placed() {
     const kernels::W4a4Weights& w = codes_at(id);
     const Probed& by = probed(id, w.cols);
     if (groups.empty() || groups.back().w.data != w.data) {
-      groups.push_back({w, &by, 0, y});
+      groups.push_back({w, format(id), &by, 0, y});
       lists.numbers.resize(lists.numbers.size() + experts + 1);
     }
     ++groups.back().items;
@@ -487,6 +492,16 @@ void DeviceWeights::multiply_placed(std::span<const ProbedGroup> groups,
   const std::int64_t offsets = at_.model.num_experts + 1;
   const std::int32_t* const zeros = numbers + std::ssize(groups) * offsets;
   for (const ProbedGroup& group : groups) {
+    if (group.format == ExpertFormat::kW4a16) {
+      kernels::w4a16({.x = rows_at<const Bf16>(group.by->x.as<void>(), 1, group.w.cols, device_),
+                      .w = group.w,
+                      .offsets = {numbers, {offsets}, {1}, device_},
+                      .from = {zeros, {group.items}, {1}, device_},
+                      .out = {group.y, {group.items, group.w.out}, {group.w.out, 1}, device_}},
+                     stream_);
+      numbers += offsets;
+      continue;
+    }
     kernels::w4a4({.a = codes_of(*group.by, group.w.cols),
                    .w = group.w,
                    .offsets = {numbers, {offsets}, {1}, device_},
@@ -538,8 +553,7 @@ std::vector<std::uint32_t> DeviceWeights::commit() {
   for (std::size_t i = 0; i < crcs.size(); ++i) {
     const WeightId& id = at_.order[i];
     if (format(id) == ExpertFormat::kMx) crcs[i] = checksum_with_global(crcs[i], 1.0f);
-    const bool scaled =
-        format(id) == ExpertFormat::kW4a4 && !at_.contract.weight.global_is_power_of_two;
+    const bool scaled = in_tiles(format(id)) && !at_.contract.weight.global_is_power_of_two;
     if (format(id) == ExpertFormat::kCodeBf16 || scaled) {
       crcs[i] = crcs[i] == placed_[i] ? sent_[i] : ~sent_[i];
     }

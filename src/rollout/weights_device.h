@@ -83,6 +83,7 @@ class DeviceWeights {
   /// Experts' matrices of a layer, of one kind.
   struct ProbedGroup {
     kernels::W4a4Weights w{};
+    ExpertFormat format{};
     const Probed* by = nullptr;
     std::int64_t items = 0;
     float* y = nullptr;

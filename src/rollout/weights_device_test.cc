@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "device/testing.h"
+#include "kernels/dense/w4a16.h"
 #include "kernels/exact/place_numbers.h"
 #include "kernels/exact/place_weights.h"
 #include "model/checksum.h"
@@ -138,6 +139,34 @@ TEST_P(WeightsOn, HoldWhatCameFromEitherSideAndCountAsTheCpuDoes) {
                             weights.embedding().data, weights.head().data, layer.qkv.data,
                             layer.gate_up.data, layer.down_codes.data, layer.down_mx.codes.data}));
     }
+  }
+}
+
+/// NVFP4 experts of BF16 activations stay codes where one product serves all rows.
+TEST_P(WeightsOn, KeepCodesForBf16Activations) {
+  if (!kernels::w4a16_takes_any(GetParam())) GTEST_SKIP() << "they are BF16 copies there";
+  Agreement agreement = agreement_of({});
+  agreement.contract = fixture::w4a4_contract(agreement.model);
+  agreement.contract.activation = {};
+  const Contract& contract = agreement.contract;
+  const auto first = random_weights(agreement, 3), second = random_weights(agreement, 4);
+  Agreement coded = agreement;  // counts codes' flips, as these do
+  coded.contract = fixture::w4a4_contract(agreement.model);
+  for (const bool from_device : {false, true}) {
+    Weights weights(agreement, GetParam(), {}, true), cpu(coded);
+    EXPECT_EQ(weights.layer(1).format, ExpertFormat::kW4a16);
+    put_all(weights, first, contract, 1, from_device);
+    put_all(cpu, first, coded.contract, 1, false);
+    EXPECT_EQ(weights.commit(), checksums_of(first));
+    cpu.commit();
+    EXPECT_LT(weights.metrics().at("fp4/refit/probe_err"), 1e-4);
+    put_all(weights, second, contract, 2, from_device);
+    put_all(cpu, second, coded.contract, 2, false);
+    EXPECT_EQ(weights.commit(), checksums_of(second));
+    cpu.commit();
+    Metrics here = cpu.metrics(), there = weights.metrics();
+    EXPECT_EQ(here.erase("fp4/refit/probe_err"), there.erase("fp4/refit/probe_err"));
+    EXPECT_EQ(here, there);
   }
 }
 

@@ -84,4 +84,10 @@ void w4a16(const W4a16Args& args, Stream stream) {
   require(false, "this build has no CUDA backend");
 }
 
+bool w4a16_takes_any(Device device) {
+  if (device.kind == Device::Kind::kCpu) return false;
+  if constexpr (build::has_cuda) return w4a16_takes_any_cuda(device);
+  return false;
+}
+
 }  // namespace lockstep::kernels

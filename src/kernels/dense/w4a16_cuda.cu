@@ -218,6 +218,8 @@ __global__ void __launch_bounds__(kThreads, 3) w4a16_kernel(const __grid_constan
 
 }  // namespace
 
+bool w4a16_takes_any_cuda(Device device) { return wgmma::is_hopper(device.index); }
+
 void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
   if (wgmma::is_hopper(args.w.device.index) && std::getenv("OLD") == nullptr)
     return w4a16_hopper_cuda(args, items, stream);
