@@ -32,8 +32,6 @@ using wgmma::kMostGroups;
 constexpr int kChunkBytes = 576;       // of 64 columns of 16 outputs
 constexpr int kChunkCodeBytes = 512;   // then their scales
 constexpr int kRowBytes = kDepth * 2;  // of an item, in a stage
-constexpr int kPieceItems = 32;        // that leave at once
-constexpr int kPieceStride = 64 + 4;   // rows two apart start 8 banks apart
 constexpr int kRaised = 7;             // weights are 2^-7 too small
 
 /// How a kernel divides its work and memory.
@@ -60,9 +58,9 @@ constexpr int box_items() {
   return S::kItems % 32 == 0 ? 32 : 16;
 }
 template <bool gathers, bool staged, int steps>
-using Many = Shape<2, 256, 1, 5, 1, gathers, staged, steps, steps == 1 ? 16 : 32>;
+using Many = Shape<2, 256, 1, gathers ? 5 : 6, 1, gathers, staged, steps, steps == 1 ? 16 : 32>;
 template <bool gathers, bool staged, int steps>
-using Wide = Shape<3, 176, 1, 5, 1, gathers, staged, steps, 16>;
+using Wide = Shape<3, 176, 1, 7, 1, gathers, staged, steps, 16>;
 using Few = Shape<2, 32, 2, 6, 2, true, false, 1, 8>;
 
 struct Params16 {
@@ -95,10 +93,9 @@ template <typename S>
 struct Shared16 {
   alignas(1024) std::uint8_t x[S::kStages][S::kDeep][S::kItemBytes];
   alignas(16) std::uint8_t w[S::kStages][S::kPackedTiles][S::kDeep * kChunkBytes];
-  alignas(16) float pieces[S::kStaged ? S::kConsumers : 1][2][S::kStaged ? kPieceItems : 1]
-                          [kPieceStride];
-  alignas(16) std::int32_t to[S::kConsumers][S::kItems];             // rows of y
-  alignas(16) std::uint32_t rows[2][16][(S::kItems + 63) / 64 * 4];  // of x
+  alignas(16) std::int32_t to[S::kConsumers][S::kItems];  // rows of y
+  alignas(16) std::uint32_t
+      rows[S::kGathers ? 2 : 1][16][S::kGathers ? (S::kItems + 63) / 64 * 4 : 1];  // of x
   std::uint64_t full[S::kStages];
   std::uint64_t empty[S::kStages];
   std::int32_t works[kMostGroups + 1];  // before each expert
@@ -430,47 +427,34 @@ __device__ __forceinline__ void store(const Params16& p, const std::int32_t* to,
   }
 }
 
-/// The same by way of shared memory: 64 outputs of an item at once.
+/// The same where rows of y may be written in fours: lanes give each other what lies beside theirs.
 template <typename S, int kN>
-__device__ __forceinline__ void store_staged(const Params16& p, Shared16<S>& s,
-                                             const std::int32_t* to, const Tile16& tile,
-                                             const Factor& factor,
-                                             const float (&d)[S::kItems / 2]) {
+__device__ __forceinline__ void store_fours(const Params16& p, const std::int32_t* to,
+                                            const Tile16& tile, const Factor& factor,
+                                            const float (&d)[S::kItems / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int column = tile.column + consumer * 64;
-  const auto meet = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); };
+  const bool odd = lane / 4 % 2 != 0, high = lane / 8 % 2 != 0;
+  const int out =
+      tile.column + (static_cast<int>(threadIdx.x) / 32 - 4) * 16 + lane / 16 * 4 + (high ? 8 : 0);
+  const auto swap = [](float x, int with) { return __shfl_xor_sync(0xFFFFFFFFu, x, with); };
 #pragma unroll
-  for (int piece = 0; piece < (kN + kPieceItems - 1) / kPieceItems; ++piece) {
-    if (piece * kPieceItems >= tile.items) break;
-    float* const staged = s.pieces[consumer][piece % 2][0];
-    // The warp that sends a piece waits until the one before it in its place has been read.
-    if (warp == piece % 2) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    meet();
+  for (int j = 0; j < kN / 8; ++j) {
+    float two[2][2];  // two outputs of one item, and eight outputs on
 #pragma unroll
-    for (int j = 0; j < kPieceItems / 8; ++j) {
-      const int from = piece * kPieceItems / 8 + j;
-      if (from >= kN / 8) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        staged[(j * 8 + lane % 4 * 2 + i % 2) * kPieceStride + warp * 16 + lane / 4 + i / 2 * 8] =
-            factor.times(d[4 * from + i]);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const float first = factor.times(d[4 * j + 2 * half]);
+      const float next = factor.times(d[4 * j + 2 * half + 1]);
+      const float other = swap(odd ? first : next, 4);
+      two[half][0] = odd ? other : first;
+      two[half][1] = odd ? next : other;
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    meet();
-    if (warp != piece % 2) continue;
-    const int item = piece * kPieceItems + lane;
-    if (item < tile.items && column < p.out) {
-      const std::int32_t row = to[item];
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
-                       p.y + row * p.y_stride + column),
-                   "r"(wgmma::shared_address(staged + lane * kPieceStride)),
-                   "r"(min(64, p.out - column) * 4)
-                   : "memory");
-    }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    const float a = swap(high ? two[0][0] : two[1][0], 8);
+    const float b = swap(high ? two[0][1] : two[1][1], 8);
+    const int item = j * 8 + lane % 4 * 2 + (odd ? 1 : 0);
+    if (item >= tile.items || out >= p.out) continue;
+    const float4 four =
+        high ? make_float4(a, b, two[1][0], two[1][1]) : make_float4(two[0][0], two[0][1], a, b);
+    __stcs(reinterpret_cast<float4*>(p.y + to[item] * p.y_stride + out), four);
   }
 }
 
@@ -504,7 +488,7 @@ __device__ __forceinline__ void make_tile(const Params16& p, Shared16<S>& s, wgm
   const PowerPair power = power_pair(n + kRaised);
   const Factor factor = {power.first, power.second};
   if constexpr (S::kStaged) {
-    if (p.bulk) return store_staged<S, kN>(p, s, to, tile, factor, d);
+    if (p.bulk) return store_fours<S, kN>(p, to, tile, factor, d);
   }
   store<S, kN>(p, to, tile, factor, d);
 }
@@ -552,7 +536,6 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
       take(std::integral_constant<int, 256>{});
     }
   }
-  if constexpr (S::kStaged) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 #endif
@@ -650,17 +633,13 @@ void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream)
   if (c == 5 || (c == 0 && items <= std::int64_t{32} * args.w.experts)) {
     go(Few{});
   } else if (c <= 1) {
-    gathers ? go(Many<true, true, 1>{}) : go(Many<false, true, 1>{});
-  } else if (c == 2) {
-    gathers ? go(Many<true, true, 2>{}) : go(Many<false, true, 2>{});
-  } else if (c == 3) {
     gathers ? go(Many<true, false, 1>{}) : go(Many<false, false, 1>{});
-  } else if (c == 4) {
-    gathers ? go(Wide<true, true, 1>{}) : go(Wide<false, true, 1>{});
-  } else if (c == 6) {
-    gathers ? go(Wide<true, false, 1>{}) : go(Wide<false, false, 1>{});
+  } else if (c == 2) {
+    gathers ? go(Many<true, false, 2>{}) : go(Many<false, false, 2>{});
+  } else if (c == 3) {
+    gathers ? go(Many<true, true, 1>{}) : go(Many<false, true, 1>{});
   } else {
-    gathers ? go(Wide<true, true, 2>{}) : go(Wide<false, true, 2>{});
+    gathers ? go(Wide<true, true, 1>{}) : go(Wide<false, true, 1>{});
   }
 }
 
