@@ -8,8 +8,6 @@
 /// whatever the batch.
 #include <cuda.h>
 
-#include <cstdlib>
-
 #include "kernels/dense/w4a16_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 #include "kernels/exact/w4a4_ring_cuda.h"
@@ -221,8 +219,7 @@ __global__ void __launch_bounds__(kThreads, 3) w4a16_kernel(const __grid_constan
 bool w4a16_takes_any_cuda(Device device) { return wgmma::is_hopper(device.index); }
 
 void w4a16_cuda(const W4a16Args& args, std::int64_t items, Stream stream) {
-  if (wgmma::is_hopper(args.w.device.index) && std::getenv("OLD") == nullptr)
-    return w4a16_hopper_cuda(args, items, stream);
+  if (wgmma::is_hopper(args.w.device.index)) return w4a16_hopper_cuda(args, items, stream);
   const cuda::OnDevice scope(args.w.device.index);
   Params16 p{};
   p.work = params_of_work(kTiles, args.w, args.offsets, args.from, args.to, args.out, items);

@@ -4,8 +4,8 @@
 /// codes and scales, both as they lie in memory, the BF16 numbers of the operand that comes from
 /// registers, so that no weight goes back to shared memory. Two warpgroups, 128 outputs, share up
 /// to 256 items; a group's items are divided into tiles alike, so that what unpacking costs is paid
-/// as seldom as can be. Four warps fetch: codes by bulk copies, rows of items one by one, so that
-/// they may lie anywhere, in the swizzled order that the tensor cores read.
+/// as seldom as can be. Codes are fetched by bulk copies; items, where they lie side by side, as
+/// boxes by TMA, and else row by row, by four warps that write them in TMA's swizzled order.
 ///
 /// Every output is one accumulator to which K is added in ascending steps of 16: the bits are those
 /// of kernels/dense/grouped_product.h over BF16 copies of the weights, of any tile and any number
@@ -13,7 +13,6 @@
 #include <cuda.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <type_traits>
 
 #include "device/cuda/check.h"
@@ -29,39 +28,27 @@ namespace {
 using wgmma::kDepth;
 using wgmma::kMostGroups;
 
-constexpr int kChunkBytes = 576;       // of 64 columns of 16 outputs
-constexpr int kChunkCodeBytes = 512;   // then their scales
-constexpr int kRowBytes = kDepth * 2;  // of an item, in a stage
-constexpr int kRaised = 7;             // weights are 2^-7 too small
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kOutputs = 64 * kConsumers;    // of a tile
+constexpr int kPackedTiles = kOutputs / 16;  // of W4a4Weights
+constexpr int kBoxItems = 32;                // that come at once where they lie side by side
+constexpr int kChunkBytes = 576;             // of 64 columns of 16 outputs
+constexpr int kRowBytes = kDepth * 2;        // of an item, in a stage
 
 /// How a kernel divides its work and memory.
-template <int consumers, int items, int deep, int stages, int residents, bool gathers, bool staged,
-          int steps, int whole>
+template <int items, int deep, int stages, int residents, bool gathers>
 struct Shape {
-  static constexpr int kConsumers = consumers;  // warpgroups that multiply
-  static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kOutputs = 64 * kConsumers;    // of a tile
-  static constexpr int kPackedTiles = kOutputs / 16;  // of W4a4Weights
-  static constexpr int kItems = items;                // of a tile, at most
-  static constexpr int kDeep = deep;                  // chunks of 64 columns in a stage
+  static constexpr int kItems = items;  // of a tile, at most
+  static constexpr int kDeep = deep;    // chunks of 64 columns in a stage
   static constexpr int kStages = stages;
   static constexpr int kResidents = residents;
   static constexpr bool kGathers = gathers;  // items lie anywhere; else side by side
-  static constexpr bool kStaged = staged;    // outputs leave by way of shared memory
-  static constexpr int kSteps = steps;       // of 16 of K, that are multiplied at once
-  static constexpr int kWhole = whole;       // numbers of items are multiples of it
   static constexpr int kItemBytes = kItems * kRowBytes;
 };
-/// Items that come at once where they lie side by side.
-template <typename S>
-constexpr int box_items() {
-  return S::kItems % 32 == 0 ? 32 : 16;
-}
-template <bool gathers, bool staged, int steps>
-using Many = Shape<2, 256, 1, gathers ? 5 : 6, 1, gathers, staged, steps, steps == 1 ? 16 : 32>;
-template <bool gathers, bool staged, int steps>
-using Wide = Shape<3, 176, 1, 7, 1, gathers, staged, steps, 16>;
-using Few = Shape<2, 32, 2, 6, 2, true, false, 1, 8>;
+template <bool gathers>
+using Many = Shape<256, 1, gathers ? 5 : 6, 1, gathers>;
+using Few = Shape<32, 2, 6, 2, true>;
 
 struct Params16 {
   const Bf16* x;
@@ -82,18 +69,13 @@ struct Params16 {
   std::int32_t columns;     // tiles side by side
   std::uint32_t row_units;  // from a row of x to the next, 16 bytes each; 1 where not aligned
   bool aligned;             // rows of x start at multiples of 16 bytes
-  bool bulk;                // so do rows of y
-
-  __device__ std::int32_t offset(int expert) const {
-    return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : items;
-  }
 };
 
 template <typename S>
 struct Shared16 {
   alignas(1024) std::uint8_t x[S::kStages][S::kDeep][S::kItemBytes];
-  alignas(16) std::uint8_t w[S::kStages][S::kPackedTiles][S::kDeep * kChunkBytes];
-  alignas(16) std::int32_t to[S::kConsumers][S::kItems];  // rows of y
+  alignas(16) std::uint8_t w[S::kStages][kPackedTiles][S::kDeep * kChunkBytes];
+  alignas(16) std::int32_t to[kConsumers][S::kItems];  // rows of y
   alignas(16) std::uint32_t
       rows[S::kGathers ? 2 : 1][16][S::kGathers ? (S::kItems + 63) / 64 * 4 : 1];  // of x
   std::uint64_t full[S::kStages];
@@ -102,6 +84,13 @@ struct Shared16 {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr int kRaised = 7;            // weights are 2^-7 too small
+constexpr int kChunkCodeBytes = 512;  // of a chunk; then its scales
+
+__device__ inline std::int32_t offset(const Params16& p, int expert) {
+  return p.offsets != nullptr ? p.offsets[expert] : expert == 0 ? 0 : p.items;
+}
 
 struct Tile16 {
   std::int32_t expert;
@@ -112,7 +101,7 @@ struct Tile16 {
 
 template <typename S>
 __device__ int tiles_of(const Params16& p, int expert) {
-  return (p.offset(expert + 1) - p.offset(expert) + S::kItems - 1) / S::kItems;
+  return (offset(p, expert + 1) - offset(p, expert) + S::kItems - 1) / S::kItems;
 }
 
 /// Tiles go down an expert's items, then to its next outputs, then to the next expert.
@@ -128,15 +117,15 @@ __device__ __forceinline__ Tile16 tile_of(const Params16& p, const std::int32_t*
       high = middle;
     }
   }
-  const std::int32_t begin = p.offset(low);
-  const int count = p.offset(low + 1) - begin;
+  const std::int32_t begin = offset(p, low);
+  const int count = offset(p, low + 1) - begin;
   const int tiles = (count + S::kItems - 1) / S::kItems;
   const int at = index - works[low];
   const int tile = at % tiles;
   // The first ones have one item more.
   const int each = count / tiles, more = count % tiles;
   return {low, begin + tile * each + min(tile, more), each + (tile < more ? 1 : 0),
-          at / tiles * S::kOutputs};
+          at / tiles * kOutputs};
 }
 
 /// Counts the tiles before each expert, by the first warp.
@@ -200,23 +189,23 @@ __device__ __forceinline__ void produce_boxes(const Params16& p, const CUtensorM
   const int all = s.works[p.experts];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
     const Tile16 tile = tile_of<S>(p, s.works, index);
-    const int packed = min(S::kPackedTiles, (p.out - tile.column + 15) / 16);
-    const int boxes = (tile.items + box_items<S>() - 1) / box_items<S>();
+    const int packed = min(kPackedTiles, (p.out - tile.column + 15) / 16);
+    const int boxes = (tile.items + kBoxItems - 1) / kBoxItems;
     const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
                                      W4a4Weights::kHeaderBytes +
                                      (tile.column / 16 + lane) * p.tile_bytes;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       std::uint64_t* const full = &s.full[at.stage];
       wgmma::wait(&s.empty[at.stage], at.parity ^ 1u);
-      if (lane == 0) wgmma::expect(full, packed * kChunkBytes + boxes * box_items<S>() * kRowBytes);
+      if (lane == 0) wgmma::expect(full, packed * kChunkBytes + boxes * kBoxItems * kRowBytes);
       __syncwarp();
       if (lane < packed) {
         copy_weights(wgmma::shared_address(s.w[at.stage][lane]), weights + chunk * kChunkBytes,
                      kChunkBytes, full);
-      } else if (lane >= S::kPackedTiles && lane - S::kPackedTiles < boxes) {
-        const int box = lane - S::kPackedTiles;
-        wgmma::copy_tile(s.x[at.stage][0] + box * box_items<S>() * kRowBytes, &x, chunk * kDepth,
-                         tile.first + box * box_items<S>(), full);
+      } else if (lane >= kPackedTiles && lane - kPackedTiles < boxes) {
+        const int box = lane - kPackedTiles;
+        wgmma::copy_tile(s.x[at.stage][0] + box * kBoxItems * kRowBytes, &x, chunk * kDepth,
+                         tile.first + box * kBoxItems, full);
       }
       at.advance(S::kStages);
     }
@@ -235,7 +224,7 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
   const int all = s.works[p.experts];
   for (int index = static_cast<int>(blockIdx.x); index < all; index += gridDim.x) {
     const Tile16 tile = tile_of<S>(p, s.works, index);
-    const int packed = min(S::kPackedTiles, (p.out - tile.column + 15) / 16);
+    const int packed = min(kPackedTiles, (p.out - tile.column + 15) / 16);
     const std::byte* const weights = p.weights + tile.expert * p.expert_bytes +
                                      W4a4Weights::kHeaderBytes +
                                      (tile.column / 16 + thread % 32) * p.tile_bytes;
@@ -247,7 +236,7 @@ __device__ __forceinline__ void produce(const Params16& p, Shared16<S>& s) {
       const std::int32_t of = p.from == nullptr ? at_item : p.from[at_item];
       s.rows[parity][item % 16][item / 16] = static_cast<std::uint32_t>(of) * p.row_units;
     }
-    asm volatile("bar.sync %0, 128;" ::"n"(1 + S::kConsumers) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"n"(1 + kConsumers) : "memory");
     // What is left of sixteen rows is filled up with the last, but where it is most of them.
     const int mine = S::kItems < 64 ? (tile.items - row + 15) / 16 : rounds;
     for (int chunk = 0; chunk < p.chunks; chunk += S::kDeep) {
@@ -354,12 +343,10 @@ __device__ __forceinline__ void multiply_tile(const Params16& p, Shared16<S>& s,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int packed = static_cast<int>(threadIdx.x) / 32 - 4;
   const std::uint32_t mine = lane % 2 == 0 ? 0x6420u : 0x7531u;
-  constexpr int kGroups = 4 / S::kSteps;
   int before = -1;
-  std::uint32_t a[2][S::kSteps][4];
+  std::uint32_t a[2][4];
   const auto multiply = [&](int chunk, auto odd) {
-    constexpr int kOdd = decltype(odd)::value;
-    constexpr int kAt = kOdd % S::kDeep;  // chunk of the stage
+    constexpr int kAt = decltype(odd)::value % S::kDeep;  // chunk of the stage
     if constexpr (kAt == 0) {
       wgmma::wait(&s.full[at.stage], at.parity);
       // Items came as threads' copies.
@@ -369,21 +356,14 @@ __device__ __forceinline__ void multiply_tile(const Params16& p, Shared16<S>& s,
     codes.read(s.w[at.stage][packed] + kAt * kChunkBytes, lane);
     const std::uint64_t b = wgmma::descriptor(wgmma::shared_address(s.x[at.stage][kAt]));
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      auto& operand = a[(kOdd * kGroups + group) % 2];
-#pragma unroll
-      for (int i = 0; i < S::kSteps; ++i) {
-        codes.unpack(group * S::kSteps + i, mine, operand[i]);
-      }
+    for (int k = 0; k < 4; ++k) {
+      codes.unpack(k, mine, a[k % 2]);
       wgmma::begin();
-#pragma unroll
-      for (int i = 0; i < S::kSteps; ++i) {
-        const int k = group * S::kSteps + i;
-        wgmma::multiply<kN>(d, operand[i], b + k * 2, chunk > 0 || k > 0);
-      }
+      wgmma::multiply<kN>(d, a[k % 2], b + k * 2, chunk > 0 || k > 0);
       wgmma::commit();
+      // More in flight the compiler does not believe in: it would wait for each.
       wgmma::wait_for<1>();
-      if (kAt == 0 && group == 0) {  // the stage before has been multiplied
+      if (kAt == 0 && k == 0) {  // the stage before has been multiplied
         __syncwarp();
         if (before >= 0 && lane == 0) wgmma::arrive(&s.empty[before]);
         before = at.stage;
@@ -427,37 +407,6 @@ __device__ __forceinline__ void store(const Params16& p, const std::int32_t* to,
   }
 }
 
-/// The same where rows of y may be written in fours: lanes give each other what lies beside theirs.
-template <typename S, int kN>
-__device__ __forceinline__ void store_fours(const Params16& p, const std::int32_t* to,
-                                            const Tile16& tile, const Factor& factor,
-                                            const float (&d)[S::kItems / 2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const bool odd = lane / 4 % 2 != 0, high = lane / 8 % 2 != 0;
-  const int out =
-      tile.column + (static_cast<int>(threadIdx.x) / 32 - 4) * 16 + lane / 16 * 4 + (high ? 8 : 0);
-  const auto swap = [](float x, int with) { return __shfl_xor_sync(0xFFFFFFFFu, x, with); };
-#pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
-    float two[2][2];  // two outputs of one item, and eight outputs on
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float first = factor.times(d[4 * j + 2 * half]);
-      const float next = factor.times(d[4 * j + 2 * half + 1]);
-      const float other = swap(odd ? first : next, 4);
-      two[half][0] = odd ? other : first;
-      two[half][1] = odd ? next : other;
-    }
-    const float a = swap(high ? two[0][0] : two[1][0], 8);
-    const float b = swap(high ? two[0][1] : two[1][1], 8);
-    const int item = j * 8 + lane % 4 * 2 + (odd ? 1 : 0);
-    if (item >= tile.items || out >= p.out) continue;
-    const float4 four =
-        high ? make_float4(a, b, two[1][0], two[1][1]) : make_float4(two[0][0], two[0][1], a, b);
-    __stcs(reinterpret_cast<float4*>(p.y + to[item] * p.y_stride + out), four);
-  }
-}
-
 template <typename S, int kN>
 __device__ __forceinline__ void make_tile(const Params16& p, Shared16<S>& s, wgmma::Place& at,
                                           float (&d)[S::kItems / 2], const Tile16& tile) {
@@ -487,9 +436,6 @@ __device__ __forceinline__ void make_tile(const Params16& p, Shared16<S>& s, wgm
   meet();
   const PowerPair power = power_pair(n + kRaised);
   const Factor factor = {power.first, power.second};
-  if constexpr (S::kStaged) {
-    if (p.bulk) return store_fours<S, kN>(p, to, tile, factor, d);
-  }
   store<S, kN>(p, to, tile, factor, d);
 }
 
@@ -502,7 +448,6 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
     const Tile16 tile = tile_of<S>(p, s.works, index);
     const auto make = [&](auto n) { make_tile<S, decltype(n)::value>(p, s, at, d, tile); };
     if constexpr (S::kItems == 32) {
-      static_assert(S::kWhole == 8);
       if (tile.items <= 8) {
         make(std::integral_constant<int, 8>{});
       } else if (tile.items <= 16) {
@@ -511,16 +456,11 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
         make(std::integral_constant<int, 32>{});
       }
     } else {
-      constexpr int kCoarse = S::kWhole < 32 ? 32 : S::kWhole;
-      const int unit = tile.items <= 128 ? kCoarse : S::kWhole;
+      // Above 128 items by sixteens, below by twos of them.
+      const int unit = tile.items <= 128 ? 32 : 16;
       const int least = (tile.items + unit - 1) / unit * unit;
       const auto take = [&](auto n) {
-        constexpr int kN = decltype(n)::value;
-        if constexpr (kN % S::kWhole == 0) {
-          if constexpr (kN <= S::kItems) {
-            if (least == kN) make(n);
-          }
-        }
+        if (least == decltype(n)::value) make(n);
       };
       take(std::integral_constant<int, 32>{});
       take(std::integral_constant<int, 64>{});
@@ -541,7 +481,7 @@ __device__ __forceinline__ void consume(const Params16& p, Shared16<S>& s) {
 #endif
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kResidents)
+__global__ void __launch_bounds__(kThreads, S::kResidents)
     w4a16_hopper_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ Params16 p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
@@ -551,7 +491,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResidents)
   if (threadIdx.x == 32) {
     for (int i = 0; i < S::kStages; ++i) {
       wgmma::init_barrier(&s.full[i], S::kGathers ? 1 + 128 : 1);
-      wgmma::init_barrier(&s.empty[i], 4 * S::kConsumers);
+      wgmma::init_barrier(&s.empty[i], 4 * kConsumers);
     }
     wgmma::publish_barriers();
   }
@@ -564,11 +504,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResidents)
       produce_boxes<S>(p, x, s);
     }
   } else {
-    if constexpr (S::kResidents == 1 && S::kConsumers == 2) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    } else if constexpr (S::kResidents == 1) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-    }
+    if constexpr (S::kResidents == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume<S>(p, s);
   }
 #endif
@@ -582,13 +518,13 @@ void launch(Params16 p, std::int64_t rows, std::int64_t items, std::int8_t devic
       w4a16_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   cuda::require(raised, "cudaFuncSetAttribute");
   CUtensorMap x{};
-  if constexpr (!S::kGathers) x = wgmma::tensor_map(p.x, rows, p.depth, p.x_stride, box_items<S>());
-  p.columns = (p.out + S::kOutputs - 1) / S::kOutputs;
+  if constexpr (!S::kGathers) x = wgmma::tensor_map(p.x, rows, p.depth, p.x_stride, kBoxItems);
+  p.columns = (p.out + kOutputs - 1) / kOutputs;
   const std::int64_t experts = std::min<std::int64_t>(p.experts, items);
   const std::int64_t most = (items / S::kItems + experts) * p.columns;
   const auto grid = static_cast<unsigned>(
       std::min<std::int64_t>(most, std::int64_t{cuda::multiprocessors(device)} * S::kResidents));
-  w4a16_hopper_kernel<S><<<grid, S::kThreads, kBytes, cuda::stream_of(stream)>>>(x, p);
+  w4a16_hopper_kernel<S><<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(x, p);
   cuda::require_launch("w4a16_hopper_kernel");
 }
 
@@ -621,25 +557,15 @@ void w4a16_hopper_cuda(const W4a16Args& args, std::int64_t items, Stream stream)
   p.aligned =
       starts(p.x, p.x_stride * 2) && args.x.shape[0] * (p.x_stride / 8) < (std::int64_t{1} << 32);
   p.row_units = p.aligned ? static_cast<std::uint32_t>(p.x_stride / 8) : 1;
-  p.bulk = starts(p.y, p.y_stride * 4) && p.out % 4 == 0;
-  // As many rows an expert as there may be where each has as many.
-  const char* const choice = std::getenv("PACKED");
-  const int c = choice != nullptr ? std::atoi(choice) : 0;
-  const std::int8_t device = args.w.device.index;
-  const bool gathers = p.from != nullptr || !p.aligned;
   const auto go = [&](auto shape) {
-    launch<decltype(shape)>(p, args.x.shape[0], items, device, stream);
+    launch<decltype(shape)>(p, args.x.shape[0], items, args.w.device.index, stream);
   };
-  if (c == 5 || (c == 0 && items <= std::int64_t{32} * args.w.experts)) {
+  if (items <= kW4a16FewItems * args.w.experts) {
     go(Few{});
-  } else if (c <= 1) {
-    gathers ? go(Many<true, false, 1>{}) : go(Many<false, false, 1>{});
-  } else if (c == 2) {
-    gathers ? go(Many<true, false, 2>{}) : go(Many<false, false, 2>{});
-  } else if (c == 3) {
-    gathers ? go(Many<true, true, 1>{}) : go(Many<false, true, 1>{});
+  } else if (p.from != nullptr || !p.aligned) {
+    go(Many<true>{});
   } else {
-    gathers ? go(Wide<true, true, 1>{}) : go(Wide<false, true, 1>{});
+    go(Many<false>{});
   }
 }
 

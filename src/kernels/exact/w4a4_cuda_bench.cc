@@ -1,7 +1,6 @@
 /// The exact product on a CUDA device, at the shapes of Qwen3-30B-A3B.
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
@@ -153,9 +152,7 @@ void product16(cuda::Bench& bench, const char* name, std::int32_t out, std::int3
 }
 
 void products16(cuda::Bench& bench) {
-  for (const std::int64_t tokens : {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192, 32768}) {
-    if (std::getenv("BMIN") && tokens < std::atoi(std::getenv("BMIN"))) continue;
-    if (std::getenv("BMAX") && tokens > std::atoi(std::getenv("BMAX"))) continue;
+  for (const std::int64_t tokens : {1, 8, 16, 64, 128, 2048, 8192, 32768}) {
     product16(bench, "w4a16 w13", 2 * kWidth, kHidden, tokens, false);
     product16(bench, "w4a16 w2", kHidden, kWidth, tokens, true);
     if (tokens < 2048) continue;
