@@ -514,9 +514,9 @@ template <typename S>
 void launch(Params16 p, std::int64_t rows, std::int64_t items, std::int8_t device, Stream stream) {
   constexpr int kBytes = sizeof(Shared16<S>);
   static_assert((kBytes + 1024) * S::kResidents <= 233'472);
-  static const cudaError_t raised = cudaFuncSetAttribute(
-      w4a16_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  cuda::require(raised, "cudaFuncSetAttribute");
+  cuda::require(cudaFuncSetAttribute(w4a16_hopper_kernel<S>,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                "cudaFuncSetAttribute");
   CUtensorMap x{};
   if constexpr (!S::kGathers) x = wgmma::tensor_map(p.x, rows, p.depth, p.x_stride, kBoxItems);
   p.columns = (p.out + kOutputs - 1) / kOutputs;
