@@ -132,7 +132,7 @@ class Sites {
   /// On a CUDA device: sites_cuda.cc.
   struct There;
   void read_ahead_there(const at::Device& device, std::int64_t most_bytes);
-  There planned(Layer layer) const;
+  There planned(std::int32_t group) const;
   void fetch_there() const;
   void settle_there() const;
   void audit_held() const;
@@ -142,8 +142,8 @@ class Sites {
                    const at::Tensor& after) const;
   at::Tensor audit_index(const at::Device& device) const;
   void gather_audited(std::span<const Bf16* const> from, std::span<const at::Tensor> to) const;
-  There bring(Layer layer, const at::Device& device) const;
-  const There& there(Layer layer, const at::Device& device) const;
+  There bring(std::int32_t group, const at::Device& device) const;
+  const There& there(Place place, const at::Device& device) const;
   void follow_there(Layer layer, const at::Tensor& chosen) const;
   void keep_own(Layer layer, const at::Tensor& chosen) const;
   std::size_t route_at(Layer layer, std::int64_t position) const;
@@ -168,7 +168,7 @@ class Sites {
   mutable std::shared_ptr<Later> later_;  // where something was counted on a CUDA device
   struct Ahead;
   std::shared_ptr<Ahead> ahead_;        // after read_ahead() on one
-  mutable std::shared_ptr<There> now_;  // of the layer that was asked for last
+  mutable std::shared_ptr<There> now_;  // of the group that was asked for last
 };
 
 }  // namespace lockstep::train

@@ -56,7 +56,7 @@ struct Sites::Later {
   std::int64_t held_bytes = 0;
 };
 
-/// A layer's records on the device, in one piece of memory.
+/// The records of a layer's sites that follow each other, on the device in one piece of memory.
 struct Sites::There {
   /// A place's: where they begin; -1: there are none.
   struct Of {
@@ -67,7 +67,7 @@ struct Sites::There {
     std::int64_t codes_present = -1;  // [audit tokens]
   };
 
-  Layer layer{};
+  std::int32_t group = -1;
   std::array<Of, 5> places{};  // by Site
   std::int64_t size = 0;
   at::Tensor bytes;
@@ -93,6 +93,16 @@ struct Sites::Ahead : ReadAhead<std::int32_t, There> {
 
 namespace {
 
+constexpr Site kInOrder[] = {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In};
+
+// Attention's records come first: a pass begins before its first layer's others are there.
+constexpr std::int32_t kGroups = 2;
+std::int32_t group_of(Place place) {
+  const bool in_attention = place.site == Site::kK || place.site == Site::kV;
+  return kGroups * place.layer.value + (in_attention ? 0 : 1);
+}
+Layer layer_of(std::int32_t group) { return Layer{group / kGroups}; }
+
 constexpr std::int64_t kMostHeld = 64 << 20;  // bytes of rows that wait to be audited
 
 Tensor pinned(at::IntArrayRef shape, at::ScalarType type) {
@@ -116,12 +126,14 @@ c10::Stream reading_stream(const at::Device& device) {
 
 }  // namespace
 
-/// Where what a layer's sites want will lie; size 0: they want nothing.
-Sites::There Sites::planned(Layer layer) const {
+/// Where what a group's sites want will lie; size 0: they want nothing.
+Sites::There Sites::planned(std::int32_t group) const {
   There there;
-  there.layer = layer;
+  there.group = group;
+  const Layer layer = layer_of(group);
   const std::int64_t rows = pack_.rows(), audits = std::ssize(audited_);
-  for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
+  for (const Site site : kInOrder) {
+    if (group_of({layer, site}) != group) continue;
     const Place place = {layer, site};
     There::Of& of = there.places[static_cast<std::size_t>(site)];
     if (site == Site::kRouter) {
@@ -145,10 +157,11 @@ Sites::There Sites::planned(Layer layer) const {
   return there;
 }
 
-/// Reads a layer's records, those of audit tokens included, all threads at once, and copies them,
+/// Reads a group's records, those of audit tokens included, all threads at once, and copies them,
 /// in the order of the current stream.
-Sites::There Sites::bring(Layer layer, const at::Device& device) const {
-  There there = planned(layer);
+Sites::There Sites::bring(std::int32_t group, const at::Device& device) const {
+  There there = planned(group);
+  const Layer layer = layer_of(group);
   if (there.size == 0) return there;
   const Tensor here = pinned({there.size}, at::kByte);
   std::uint8_t* const bytes = static_cast<std::uint8_t*>(here.data_ptr());
@@ -164,7 +177,7 @@ Sites::There Sites::bring(Layer layer, const at::Device& device) const {
   }
   const std::int64_t parts = this->parts();
   std::vector<Site> sites;
-  for (const Site site : {Site::kK, Site::kV, Site::kRouter, Site::kW13In, Site::kW2In}) {
+  for (const Site site : kInOrder) {
     if (there.of(site).rows >= 0) sites.push_back(site);
   }
   parallel_for(parts * std::ssize(sites), 1, [&](std::int64_t first, std::int64_t end) {
@@ -185,7 +198,7 @@ Sites::There Sites::bring(Layer layer, const at::Device& device) const {
   }
   std::vector<TokenKey> keys;
   for (const std::size_t i : audited_) keys.push_back(pack_.keys[i]);
-  for (const Site site : {Site::kK, Site::kV, Site::kW13In, Site::kW2In}) {
+  for (const Site site : kInOrder) {
     const There::Of& of = there.of(site);
     if (of.codes < 0) continue;
     const std::size_t size = keys.size() * static_cast<std::size_t>(of.code_layout.bytes());
@@ -199,21 +212,21 @@ Sites::There Sites::bring(Layer layer, const at::Device& device) const {
 }
 
 void Sites::read_ahead_there(const at::Device& device, std::int64_t most_bytes) {
-  std::vector<std::int32_t> layers;
-  for (std::int32_t i = 0; i < agreement_.model.num_layers; ++i) {
-    if (planned(Layer{i}).size > 0) layers.push_back(i);
+  std::vector<std::int32_t> groups;
+  for (std::int32_t i = 0; i < kGroups * agreement_.model.num_layers; ++i) {
+    if (planned(i).size > 0) groups.push_back(i);
   }
-  if (layers.empty()) return;
-  const auto bring_one = [this, device](std::int32_t layer) {
+  if (groups.empty()) return;
+  const auto bring_one = [this, device](std::int32_t group) {
     const c10::Stream stream = reading_stream(device);
     const c10::StreamGuard scope(stream);
-    There there = bring(Layer{layer}, device);
+    There there = bring(group, device);
     there.arrived.emplace(at::kCUDA);
     there.arrived->record(stream);
     return there;
   };
   ahead_ = std::make_shared<Ahead>(
-      std::move(layers), bring_one, [this](std::int32_t i) { return planned(Layer{i}).size; },
+      std::move(groups), bring_one, [this](std::int32_t group) { return planned(group).size; },
       most_bytes);
 }
 
@@ -225,17 +238,18 @@ void Sites::There::await() const {
   bytes.record_stream(stream);
 }
 
-/// Those of a layer stay until another's are asked for.
-const Sites::There& Sites::there(Layer layer, const at::Device& device) const {
-  if (now_ != nullptr && now_->layer == layer) return *now_;
-  const bool ahead = ahead_ != nullptr && ahead_->has(layer.value);
-  now_ = std::make_shared<There>(ahead ? ahead_->take(layer.value) : bring(layer, device));
+/// Those of a group stay until another's are asked for.
+const Sites::There& Sites::there(Place place, const at::Device& device) const {
+  const std::int32_t group = group_of(place);
+  if (now_ != nullptr && now_->group == group) return *now_;
+  const bool ahead = ahead_ != nullptr && ahead_->has(group);
+  now_ = std::make_shared<There>(ahead ? ahead_->take(group) : bring(group, device));
   now_->await();
   return *now_;
 }
 
 void Sites::follow_there(Layer layer, const Tensor& chosen) const {
-  const There& records = there(layer, chosen.device());
+  const There& records = there({layer, Site::kRouter}, chosen.device());
   const There::Of& routes = records.of(Site::kRouter);
   const auto view = [&](std::int64_t at, at::IntArrayRef shape, at::ScalarType type) {
     return at::from_blob(const_cast<std::uint8_t*>(records.at(at)), shape,
@@ -264,7 +278,7 @@ Tensor Sites::counts_there(const at::Device& device) const {
 
 void Sites::audit_unrounded(Place place, const Tensor& x) const {
   const Tensor rows = x.detach().view({pack_.rows(), -1});
-  audit_there(place, x.size(1), there(place.layer, x.device()),
+  audit_there(place, x.size(1), there(place, x.device()),
               rows.index_select(0, audit_index(x.device())).to(at::kBFloat16), {});
 }
 
@@ -378,7 +392,7 @@ void Sites::round_there(Place place, TensorView<const Bf16, 2> from, TensorView<
   const at::Device device = ops::torch_device(to.device);
   const auto numbers = at::TensorOptions(device).dtype(at::kBFloat16);
   static const There kNothing;
-  const There& records = follows(place) || audits(place) ? there(place.layer, device) : kNothing;
+  const There& records = follows(place) || audits(place) ? there(place, device) : kNothing;
   const There::Of& of = records.of(place.site);
   std::array<Tensor, 2> rows;  // of audit tokens, before and after
   const bool in_place = from.data == to.data;
