@@ -68,6 +68,7 @@ bool Sites::follows(Place place) const {
 }
 
 bool Sites::audits(Place place) const {
+  if (place.site == Site::kRouter) return false;  // an expert's number has no other codes
   if (audited_.empty() || !quantized(place)) return false;
   if (!agreement_.rule(place.site).is_guidable()) return false;  // no record has such codes
   return place.site != Site::kW2In || agreement_.guide.follows(place);

@@ -1,7 +1,12 @@
 // What a trainer on a CUDA device shares with the one on a CPU, which is its definition within a
 // tolerance. Without such a device these have no rows.
 #include <cmath>
+#include <mutex>
+#include <set>
+#include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "device/memory.h"
 #include "train/trainer.h"
@@ -176,6 +181,47 @@ TEST_P(TrainerOnDevice, HowFarItReadsAheadChangesNothing) {
     EXPECT_EQ(near.logp, far.logp) << bytes;
     EXPECT_EQ(near.metrics, far.metrics) << bytes;
   }
+}
+
+/// Remembers what is asked for.
+class Asked final : public TraceSource {
+ public:
+  explicit Asked(const TraceSource& from) : from_(from) {}
+  std::size_t read(std::span<const TokenKey> tokens, ContractId contract, Rows<std::byte> rows,
+                   std::span<std::uint8_t> present) const override {
+    {
+      const std::lock_guard lock(mutex_);
+      places.emplace(rows.place.site, rows.layout.encoding);
+    }
+    return from_.read(tokens, contract, rows, present);
+  }
+  void prefetch(std::span<const TokenKey> tokens) const override { from_.prefetch(tokens); }
+
+  mutable std::set<std::pair<Site, Encoding>> places;
+
+ private:
+  const TraceSource& from_;
+  mutable std::mutex mutex_;
+};
+
+// What nobody records would count as absent.
+TEST_P(TrainerOnDevice, AsksForNoCodesOfRoutes) {
+  const Qat qat = {.weights = true, .activations = true, .k = true, .v = true};
+  const Agreement agreement = guided(Guidance::kLsb);
+  const std::vector<Trajectory> batch = batch_with_paths(agreement.model);
+  std::vector<std::set<std::pair<Site, Encoding>>> asked;
+  for (const Device device : {Device{}, GetParam()}) {
+    device_ = device;
+    const RandomTrace trace(6);
+    const Asked records(trace);
+    const auto trainer = make(agreement, {}, random_weights(agreement.model, 3), qat);
+    trainer->logprobs(batch, &records);
+    trainer->accumulate(batch, &records, some_loss);
+    EXPECT_TRUE(records.places.contains({Site::kW13In, Encoding::kCodes}));
+    EXPECT_FALSE(records.places.contains({Site::kRouter, Encoding::kCodes}));
+    asked.push_back(records.places);
+  }
+  EXPECT_EQ(asked[0], asked[1]);
 }
 
 TEST_P(TrainerOnDevice, WhatTorchKeepsGoesBackAndComesAgain) {
