@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/memory.h"
+#include "kernels/exact/audit.h"
 #include "train/trainer.h"
 #include "train/trainer_fixture.h"
 
@@ -131,6 +132,28 @@ TEST_P(TrainerOnDevice, RoundsToFp4AsTheCpu) {
       EXPECT_NEAR(here.metrics.at(name), value, 0.05 * std::abs(value) + 0.02) << name;
     }
     EXPECT_EQ(here.metrics.size(), cpu.metrics.size());
+  }
+}
+
+/// More places are audited than one launch takes.
+TEST_P(TrainerOnDevice, AuditsAsTheCpuInManyLayers) {
+  constexpr std::int32_t kLayers = 12;
+  Agreement agreement = guided(Guidance::kLsb);
+  agreement.model.num_layers = kLayers;
+  agreement.contract = contracts::lockstep(kLayers);
+  agreement.contract.kv_exponents.assign(2 * kLayers, -9);
+  static_assert(3 * kLayers > 2 * kernels::kMostAudits);
+  for (const bool rounds : {true, false}) {
+    const Qat qat = {.weights = true, .activations = rounds, .k = rounds, .v = rounds};
+    const Outcome cpu = outcome({}, agreement, qat), here = outcome(GetParam(), agreement, qat);
+    EXPECT_TRUE(cpu.metrics.contains("fp4/act/flip_frac/layer_11"));
+    EXPECT_TRUE(cpu.metrics.contains("fp4/kv/flip_frac/layer_0"));
+    EXPECT_EQ(here.metrics.size(), cpu.metrics.size());
+    for (const auto& [name, value] : cpu.metrics) {
+      ASSERT_TRUE(here.metrics.contains(name)) << name;
+      if (!name.starts_with("fp4/act/") && !name.starts_with("fp4/kv/")) continue;
+      EXPECT_NEAR(here.metrics.at(name), value, 0.1) << name;
+    }
   }
 }
 
