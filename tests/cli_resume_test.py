@@ -110,6 +110,23 @@ def test_a_lock_that_is_given_up_meanwhile_is_waited_for(tmp_path):
     refused(call(command(run), env={**ENV, "LOCKSTEP_WAIT": "soon"}), 2, "LOCKSTEP_WAIT")
 
 
+def test_an_interrupt_says_where_the_run_begins_again(tmp_path):
+    process = start([*command(tmp_path / "run", 500), "schedule.save_every=400"])
+    wait_for(lambda: len(lines(tmp_path / "run")) >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert "begins at step 1" in said.splitlines()[-1] and "step 400 (" in said, said
+
+
+def test_an_interrupted_sft_says_that_it_keeps_nothing(tmp_path):
+    process = start([PROGRAM, "sft", ROOT / "recipes/tiny_sft.toml", "--out", tmp_path / "out"])
+    wait_for(lambda: any(tmp_path.iterdir()), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "begins at step 1" in said.splitlines()[-1], said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupted_rollout_leaves_nothing(tmp_path):
     process = start([PROGRAM, "rollout", "--n", 1000, "--samples", 64, "--out", tmp_path / "a.jsonl"])
     wait_for(lambda: any(tmp_path.iterdir()), process)

@@ -386,12 +386,15 @@ def test_every_arm_of_the_demo_is_read_before_the_first_runs(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_demo_that_begins_anew_reads_nothing_of_the_folder_it_is_called_from(tmp_path):
-    demo = ["demo", "--arms", "bf16", *SMALL, "schedule.steps=1", "--run", tmp_path / "run"]
-    assert lockstep(*demo, cwd=tmp_path).returncode == 0
-    (tmp_path / "recipe.toml").write_text("no TOML")
-    again = lockstep(*demo, cwd=tmp_path)
+def test_a_demo_keeps_the_arms_that_have_ended(tmp_path):
+    demo = ["demo", *SMALL, "schedule.steps=1", "--run", tmp_path / "run"]
+    assert lockstep(*demo, "--arms", "bf16", cwd=tmp_path).returncode == 0
+    (tmp_path / "recipe.toml").write_text("no TOML")  # of the folder it is called from
+    kept = (tmp_path / "run/bf16/metrics.jsonl").read_bytes()
+    again = lockstep(*demo, "--arms", "bf16,naive", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
+    assert "bf16: done before" in again.stderr and "naive: done" not in again.stderr
+    assert (tmp_path / "run/bf16/metrics.jsonl").read_bytes() == kept
 
 
 def test_what_was_calibrated_does_not_hinder_going_on(tmp_path):

@@ -161,7 +161,7 @@ def test_a_prompt_of_ones_own_and_prompts_of_a_step():
     ('{"other": 1}', "none of token_ids"),
     ('{"text": ""}', "no tokens"),
     ('{"text": 5}', "text is no string"),
-    ('{"tokens": [1, 272]}', "token 1 is outside the vocabulary of 272"),
+    ('{"tokens": [1, 272]}', "token 272, number 1, is outside the vocabulary of 272"),
     ('{"tokens": [1, -1]}', "token 1 is outside"),
     ('{"tokens": [1, 99999999999]}', "token 1 is outside"),
     ('{"tokens": [1, 2.5]}', "2.5"),

@@ -51,12 +51,11 @@ void check(Cell& cell) {
   recipe::Recipe now = cell.recipe;
   recipe::take_settled(before, file.string(), now);
   arm = bind(now.arm, model, now.rollout, now.rl);
-  std::string different =
-      recipe::hindrances(before, recipe::resolved(now, arm.contract.id()), file.string());
-  std::replace(different.begin(), different.end(), '\n', ';');
+  const std::string different = recipe::in_one_line(
+      recipe::hindrances(before, recipe::resolved(now, arm.contract.id()), file.string()));
   if (!different.empty()) {
-    throw Usage(cat({cell.folder.string(), " began with another recipe (", different,
-                     " before / now); go on with that one, or give this comparison another "
+    throw Usage(cat({cell.folder.string(), " began with another recipe (before / now: ", different,
+                     "); go on with that one, or give this comparison another "
                      "--run; ",
                      recipe::kExtending}));
   }

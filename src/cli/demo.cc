@@ -61,25 +61,23 @@ std::string demo_device(const DemoArgs& args, const std::vector<std::string>& na
   std::vector<recipe::Recipe> recipes;
   for (const std::string& name : names) recipes.push_back(arm_recipe(args, name));
   std::vector<ComparedRun> runs;
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    // What has ended begins anew.
-    const std::filesystem::path folder = root / names[i];
-    runs.push_back({&recipes[i], has_ended(folder, recipes[i].schedule.steps) ? "" : folder});
-  }
+  for (std::size_t i = 0; i < names.size(); ++i) runs.push_back({&recipes[i], root / names[i]});
   settle_device(runs);
   for (const recipe::Recipe& recipe : recipes) require_device(recipe);
   return recipes.front().device;
 }
 
-/// Runs one arm in its folder. One that has ended is run again; an interrupted one goes on.
+/// Runs one arm in its folder, goes on with it where it was interrupted, reads it where it has
+/// ended.
 ArmFigures run_arm(const DemoArgs& args, const std::string& arm, const std::filesystem::path& root,
                    const std::string& device) {
   recipe::Recipe recipe = arm_recipe(args, arm);
   recipe.device = device;
   const std::filesystem::path folder = root / arm;
-  if (has_ended(folder, recipe.schedule.steps)) std::filesystem::remove_all(folder);
   info("");
-  info(arm + ":");
+  info(has_ended(folder, recipe.schedule.steps)
+           ? cat({arm, ": done before, in ", folder.string(), "; --run NAME begins another"})
+           : arm + ":");
   const TrainingResult result = run_shown(recipe, folder, arm);
   return figures_of(arm, {read_shown(folder)}, static_cast<double>(result.record_per_token_full));
 }
@@ -105,7 +103,7 @@ int demo(const DemoArgs& args) {
   const bool chosen = !args.arms.empty();
   std::vector<std::string> names = args.arms;
   if (!chosen) names = {"bf16", "naive", "trace"};
-  // Before the first of them runs, and before what an earlier demo left is cleared away.
+  // Before the first of them runs.
   for (const std::string& name : names) {
     if (std::count(names.begin(), names.end(), name) > 1) {
       throw Usage(cat({"--arms has ", name, " twice; an arm runs once"}));

@@ -67,7 +67,8 @@ void check_tokens(const std::vector<Token>& tokens, const ModelConfig& model) {
   }
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] >= 0 && tokens[i] < model.vocabulary) continue;
-    throw Error(cat({"token ", i, " is outside the vocabulary of ", model.vocabulary}));
+    throw Error(cat({"token ", tokens[i], ", number ", i, ", is outside the vocabulary of ",
+                     model.vocabulary}));
   }
 }
 

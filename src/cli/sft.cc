@@ -3,6 +3,7 @@
 #include <fstream>
 
 #include "base/text.h"
+#include "cli/interrupt.h"
 #include "cli/log.h"
 #include "cli/random_weights.h"
 #include "cli/session.h"
@@ -118,16 +119,17 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
                      " name another folder with --out"}));
   }
   const std::string before = value_or_throw(read_text(out / "sft.toml"));
+  // A newline before each of them, to find a key at its beginning.
   std::string different =
-      recipe::differences(before, recipe::resolved(r), (out / "sft.toml").string());
-  if (different.starts_with("device: ") && r.device == recipe::kAutoDevice) {
-    different.erase(0, different.find('\n') + 1);  // it is chosen anew
+      '\n' + recipe::differences(before, recipe::resolved(r), (out / "sft.toml").string());
+  const std::size_t device = different.find("\ndevice: ");
+  if (device != std::string::npos && r.device == recipe::kAutoDevice) {
+    different.erase(device, different.find('\n', device + 1) - device);  // it is chosen anew
   }
+  different = recipe::in_one_line(different.substr(1));
   if (different.empty()) return;
-  different.pop_back();
-  std::replace(different.begin(), different.end(), '\n', ';');
-  throw Usage(cat({out.string(), " holds a model of another recipe (", different,
-                   " before / now); name another folder with --out, or delete that one"}));
+  throw Usage(cat({out.string(), " holds a model of another recipe (before / now: ", different,
+                   "); name another folder with --out, or delete that one"}));
 }
 
 }  // namespace
@@ -173,6 +175,8 @@ int sft(const SftArgs& args) {
   const std::filesystem::path curve_path = out.string() + ".loss.jsonl";
   std::ofstream curve(curve_path);
   if (!curve) throw Error(cat({"cannot write ", curve_path.string()}));
+  const GoneOnInterrupt gone(curve_path.string());
+  on_interrupt_say("nothing is kept before the model is whole: the same command begins at step 1");
   const double loss = teach(r, policy, *task, trainer, curve);
   curve.close();
 
@@ -185,6 +189,7 @@ int sft(const SftArgs& args) {
   std::filesystem::remove(curve_path);
   info(cat({"wrote ", out.string(), ": loss ", std::round(loss * 1e4) / 1e4, " after ",
             std::round(seconds() - began), " s"}));
+  on_interrupt_say("the model is written, its pass rate is not known");
   if (r.eval_prompts > 0) {
     const PassRate rate = evaluate(agreement, trainer.weights(), *task, {.prompts = r.eval_prompts},
                                    {}, r.max_new_tokens, device);

@@ -50,7 +50,7 @@ class Training {
         trainer_(agreement_, arm_.qat, recipe_.trainer, device_, *comm_) {
     load(sync::Rescaled(*policy_.weights, arm_.sync.uaq_scale), trainer_.initial_weights());
     run_dir_.begin(recipe::resolved(recipe_, arm_.contract.id()));
-    on_interrupt_say("the same command goes on from the last checkpoint");
+    say_what_goes_on();
     if (arm_.rl.kl_weight > 0) {
       warn("rl.kl_weight is above 0: the KL to the first policy then contains rounding");
       Agreement plain = agreement_;
@@ -73,7 +73,11 @@ class Training {
                .model = policy_.config,
                .export_model = [this](const auto& to) { export_model(to); },
                .evaluate = [this](std::int64_t step) { return evaluation(step); },
-               .report = watch});
+               .report =
+                   [&](std::int64_t step, const Metrics& metrics) {
+                     say_what_goes_on();
+                     if (watch) watch(step, metrics);
+                   }});
   }
 
   const recipe::Budget& budget() const { return budget_; }
@@ -97,6 +101,15 @@ class Training {
                  "lower schedule.keep, or name another run directory");
     if (begin) begin(budget_);
     return ready_arm(recipe_, policy_, *task_);
+  }
+
+  void say_what_goes_on() const {
+    const std::int64_t newest = run_dir_.newest();
+    const std::int64_t first = std::min(recipe_.schedule.save_every, recipe_.schedule.steps);
+    on_interrupt_say(newest > 0 ? cat({"the same command goes on from checkpoints/step_", newest})
+                                : cat({"the same command begins at step 1, for the first "
+                                       "checkpoint is that of step ",
+                                       first, " (schedule.save_every)"}));
   }
 
   Device ready_device() const {

@@ -17,8 +17,8 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kNoBackend =
-    "this build has no CUDA part: install nvcc 13 and run ./lockstep where there is a GPU, which "
-    "builds anew, or use device = \"cpu\"";
+    "this build has no CUDA part, which ./lockstep makes where it finds both nvcc 13 and an NVIDIA "
+    "GPU (/dev/nvidiactl): run it there, or use device = \"cpu\"";
 
 constexpr std::size_t kAlignment = 256;
 

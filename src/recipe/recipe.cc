@@ -447,6 +447,14 @@ bool came_later(std::string_view line, std::string_view before, const std::strin
 
 }  // namespace
 
+std::string in_one_line(std::string differences) {
+  if (differences.ends_with('\n')) differences.pop_back();
+  for (std::size_t at = 0; (at = differences.find('\n', at)) != std::string::npos;) {
+    differences.replace(at, 1, "; ");
+  }
+  return differences;
+}
+
 std::string hindrances(std::string_view before, std::string_view after,
                        const std::string& old_file) {
   // How much memory there may be changes when something is done, and no number.

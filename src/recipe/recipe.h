@@ -97,6 +97,9 @@ std::string resolved(const SftRecipe& recipe);
 std::string hindrances(std::string_view before, std::string_view after,
                        const std::string& old_file = "the old recipe");
 
+/// The lines of differences() or hindrances() in one.
+std::string in_one_line(std::string differences);
+
 /// Says which those are, for whoever is refused.
 inline constexpr const char* kExtending =
     "a run goes on with more schedule.steps, and other schedule.save_every, schedule.keep, "

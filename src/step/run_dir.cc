@@ -202,17 +202,14 @@ std::string RunDir::recipe() const {
 void RunDir::require_same(const std::string& resolved) const {
   const std::string before = recipe();
   if (before.empty() || before == resolved) return;
-  std::string different = recipe::hindrances(before, resolved, (folder_ / "recipe.toml").string());
+  std::string different =
+      recipe::in_one_line(recipe::hindrances(before, resolved, (folder_ / "recipe.toml").string()));
   if (different.empty()) {
     if (first_line(before) == first_line(resolved)) return;
     different = "the contract's id";
   }
-  for (std::size_t at = 0; (at = different.find('\n', at)) != std::string::npos;) {
-    different.replace(at, 1, at + 1 < different.size() ? "; " : ";");
-  }
-  throw Usage(cat({folder_.string(), " began with another recipe (", different,
-                   " before / now); go on with that one, or give this run another name; ",
-                   recipe::kExtending}));
+  throw Usage(cat({folder_.string(), " began with another recipe (before / now: ", different,
+                   "); go on with that one, or give this run another name; ", recipe::kExtending}));
 }
 
 void RunDir::begin(const std::string& resolved) {
@@ -241,8 +238,7 @@ std::int64_t RunDir::resume() {
     }
     for (const fs::path& part : parts) fs::remove_all(part);
   }
-  const std::vector<std::int64_t> steps = saved_steps(checkpoints);
-  const std::int64_t newest = steps.empty() ? 0 : steps.back();
+  const std::int64_t newest = this->newest();
   if (comm_.rank() != 0) return newest;
 
   const fs::path path = folder_ / "metrics.jsonl";
@@ -256,6 +252,11 @@ std::int64_t RunDir::resume() {
 
 fs::path RunDir::checkpoint(std::int64_t step) const {
   return folder_ / "checkpoints" / cat({"step_", step});
+}
+
+std::int64_t RunDir::newest() const {
+  const std::vector<std::int64_t> steps = saved_steps(folder_ / "checkpoints");
+  return steps.empty() ? 0 : steps.back();
 }
 
 void RunDir::save(std::int64_t step, std::int64_t keep,
