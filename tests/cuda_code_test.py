@@ -21,9 +21,10 @@ BUILD = pathlib.Path(os.environ.get("LOCKSTEP_BUILD", "build"))
 # long that some of a thread's eight chunks have no register.
 COLD = re.compile(r"general_kernel|_bands_kernel|guide_narrow_kernel\w*Li8E")
 # Kernels known to keep a little there, and how many bytes: more is a fault.
-SPILLS = {r"w4a4_kernel": 64, r"write_kv_kernel": 64, r"attention_kernel": 48}
+SPILLS = {r"w4a4_kernel": 64, r"write_kv_kernel": 64, r"attention_kernel": 48,
+          r"w4a16_hopper_kernel": 8}
 # By wgmma: for other chips there is nothing of it, and its host side refuses them or has another.
-HOPPER = re.compile(r"grouped_(product|sums)_kernel|\d(linear|route)_kernel")
+HOPPER = re.compile(r"grouped_(product|sums)_kernel|\d(linear|route|w4a16_hopper)_kernel")
 WRITES = re.compile(r"\b(STG|ST\.E|ST |RED|REDG|ATOM|ATOMG|UTMASTG|UTMAREDG|UBLKRED|UBLKCP)\b")
 
 

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "device/testing.h"
+#include "kernels/dense/elementwise.h"
 #include "kernels/dense/router.h"
 #include "kernels/exact/guide.h"
 #include "model/names.h"
@@ -103,8 +104,11 @@ class Engines {
     capture.begin(pass);
     checks.begin(pass);
     const Buffer out(here(), kTokens * width() * std::int64_t{sizeof(Bf16)});
-    experts.run(pass, Layer{0}, weights_.layer(0), x_.view, capture, checks,
-                {out.as<Bf16>(), {kTokens, width()}, {width(), 1}, here()});
+    const TensorView<Bf16, 2> y = {out.as<Bf16>(), {kTokens, width()}, {width(), 1}, here()};
+    const rollout::ForwardExperts::Outputs outputs =
+        experts.run(pass, Layer{0}, weights_.layer(0), x_.view, capture, checks, y);
+    if (!outputs.y.empty())
+      kernels::combine({.y = outputs.y, .gates = outputs.gates, .out = y}, {});
     return to_host<Bf16>(out);
   }
 

@@ -37,7 +37,7 @@ shift $((OPTIND - 1))
 python=${LOCKSTEP_PYTHON:-python3}
 out=${out:-$build/h200.txt}
 programs=(device_test kernels_test rollout_test sync_test train_test recipe_test refit_device_test
-  device_fault_test parity_test cuda_bench train_bench step_bench lockstep)
+  device_fault_test parity_test product_test cuda_bench train_bench step_bench lockstep)
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
   echo "h200: there is no NVIDIA GPU on this machine" >&2
