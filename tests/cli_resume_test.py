@@ -115,7 +115,7 @@ def test_an_interrupt_says_where_the_run_begins_again(tmp_path):
     wait_for(lambda: len(lines(tmp_path / "run")) >= 1, process)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert "begins at step 1" in said.splitlines()[-1] and "step 400 (" in said, said
+    assert "from step 1" in said.splitlines()[-1] and "step 400 (" in said, said
 
 
 def test_an_interrupted_sft_says_that_it_keeps_nothing(tmp_path):

@@ -262,7 +262,7 @@ def test_prompt_longer_than_the_context():
 
 @pytest.mark.parametrize("line, words", [
     ('{"text": 3}', []),
-    ('{"tokens": [1, 2, 99999]}', ["token 2", "272"]),
+    ('{"tokens": [1, 2, 99999]}', ["token 99999 at 2", "272"]),
     ("not json", []),
     ('{"text": "' + "1" * 600 + '"}', ["600"]),
 ])

@@ -30,11 +30,11 @@ std::vector<Token> tokens_at(const json& value, const char* key) {
   if (!value.is_array()) throw Error(cat({key, " is no list of token ids"}));
   std::vector<Token> tokens;
   for (const json& token : value) {
-    if (!token.is_number_integer()) {
+    const bool is_id = token.is_number_unsigned() && token.get<std::uint64_t>() <= INT32_MAX;
+    if (!is_id) {
       throw Error(cat({key, " holds ", token.dump(), " at ", tokens.size(), ", which is no id"}));
     }
-    const auto id = token.get<std::int64_t>();
-    tokens.push_back(id < 0 || id > INT32_MAX ? -1 : static_cast<Token>(id));
+    tokens.push_back(token.get<Token>());
   }
   return tokens;
 }
@@ -67,8 +67,8 @@ void check_tokens(const std::vector<Token>& tokens, const ModelConfig& model) {
   }
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] >= 0 && tokens[i] < model.vocabulary) continue;
-    throw Error(cat({"token ", tokens[i], ", number ", i, ", is outside the vocabulary of ",
-                     model.vocabulary}));
+    throw Error(
+        cat({"token ", tokens[i], " at ", i, " is outside the vocabulary of ", model.vocabulary}));
   }
 }
 

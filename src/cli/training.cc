@@ -106,10 +106,11 @@ class Training {
   void say_what_goes_on() const {
     const std::int64_t newest = run_dir_.newest();
     const std::int64_t first = std::min(recipe_.schedule.save_every, recipe_.schedule.steps);
-    on_interrupt_say(newest > 0 ? cat({"the same command goes on from checkpoints/step_", newest})
-                                : cat({"the same command begins at step 1, for the first "
-                                       "checkpoint is that of step ",
-                                       first, " (schedule.save_every)"}));
+    on_interrupt_say(newest > 0
+                         ? cat({"the same command goes on from checkpoints/step_", newest})
+                         : cat({"the same command goes on with this run from step 1, for its "
+                                "first checkpoint is that of step ",
+                                first, " (schedule.save_every)"}));
   }
 
   Device ready_device() const {
