@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/folder_testing.h"
 
 namespace lockstep {
 namespace {
@@ -47,8 +48,9 @@ TEST_F(Waiting, HasAnEnd) {
 }
 
 TEST_F(Waiting, TakesALockThatIsGivenUpMeanwhile) {
-  std::string path = testing::TempDir() + "/lockstep_wait_XXXXXX";
-  const int theirs = ::mkstemp(path.data());
+  const TestFolder folder;
+  const std::string path = folder.path() / "lock";
+  const int theirs = ::open(path.c_str(), O_RDWR | O_CREAT, 0600);
   const int ours = ::open(path.c_str(), O_RDWR);
   ASSERT_EQ(::flock(theirs, LOCK_EX), 0);
   ::setenv("LOCKSTEP_WAIT", "0", 1);
@@ -64,7 +66,6 @@ TEST_F(Waiting, TakesALockThatIsGivenUpMeanwhile) {
   EXPECT_EQ(told, std::vector<std::string>{
                       "waiting up to 3600 s for it, which another process has locked"});
   ::close(ours);
-  ::unlink(path.c_str());
 }
 
 TEST_F(Waiting, ItsLengthIsANumberOfSeconds) {

@@ -3,14 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <random>
 #include <span>
-#include <thread>
 #include <vector>
 
-#include "base/parallel.h"
 #include "store/span_body.h"
 #include "store/testing.h"
 
@@ -325,103 +321,6 @@ TEST_P(StoreTest, SpansCarryWhatTheyWereOpenedWith) {
   EXPECT_EQ(span.count, 7);
   EXPECT_EQ(span.version, WeightVersion{9});
   EXPECT_EQ(span.prefix_hash, kA.value * 31);
-}
-
-/// While one lives, so many threads work.
-struct Threads {
-  explicit Threads(int count) { set_threads(count); }
-  ~Threads() { set_threads(0); }
-};
-
-std::vector<SpanId> open_many(Store& store, std::uint64_t count) {
-  std::vector<SpanId> ids;
-  for (std::uint64_t s = 0; s < count; ++s) {
-    ids.push_back({s + 1});
-    store.open({.id = ids.back()}, kContract);
-  }
-  return ids;
-}
-
-/// Of K in so many layers.
-void append_layers(TraceSink& sink, std::span<const TokenKey> tokens, std::int32_t layers) {
-  std::vector<Bytes> bytes;
-  std::vector<Rows<const std::byte>> places;
-  for (std::int32_t l = 0; l < layers; ++l) {
-    const Place place = {Layer{l}, Site::kK};
-    bytes.push_back(rows_of(tokens, place, kKv));
-    places.push_back({place, kKv, {}});
-  }
-  for (std::size_t l = 0; l < places.size(); ++l) places[l].bytes = bytes[l];
-  sink.append_all(tokens, places);
-}
-
-TEST_P(StoreTest, AllThreadsAppendAndSeal) {
-  const Threads threads(4);
-  constexpr std::int32_t kLayers = 20;
-  Store store(options());
-  const std::vector<SpanId> ids = open_many(store, 400);
-  const auto of_all = [&](int first, int end) {
-    std::vector<TokenKey> tokens;
-    for (const SpanId id : ids) {
-      for (int p = first; p < end; ++p) tokens.push_back({id, p});
-    }
-    return tokens;
-  };
-  for (int step = 0; step < 3; ++step) append_layers(store, of_all(step, step + 1), kLayers);
-  append_layers(store, of_all(3, 300), kLayers);  // enough for several threads a span
-  // One span's tokens that do not follow each other, and another's between them.
-  const std::vector<TokenKey> apart = {{ids[0], 300}, {ids[1], 300}, {ids[0], 305}, {ids[1], 301}};
-  append_layers(store, apart, kLayers);
-  store.seal_all(ids);
-  settle(store);
-  EXPECT_EQ(std::ssize(store.spans()), std::ssize(ids));
-  for (const SpanId id : {ids[0], ids[1], ids[57], ids[399]}) {
-    for (const std::int32_t layer : {0, 7, 8, 19}) {
-      const Place place = {Layer{layer}, Site::kK};
-      const auto tokens = positions(id, 0, 310);
-      const int rows = id == ids[0] || id == ids[1] ? 302 : 300;
-      EXPECT_EQ(own_rows(read(store, tokens, place, kKv), tokens, place, kKv), rows);
-    }
-  }
-  EXPECT_EQ(store.metrics().at("fp4/trace/rows_written"), kLayers * (300.0 * 400 + 4));
-}
-
-TEST(Store, TheFirstOfSeveralFailuresIsTold) {
-  const Threads threads(4);
-  for (int attempt = 0; attempt < 20; ++attempt) {
-    Store store({});
-    const std::vector<SpanId> ids = open_many(store, 300);
-    std::vector<TokenKey> tokens;
-    for (const SpanId id : ids) tokens.push_back({id, 0});
-    append_layers(store, tokens, 30);
-    for (const std::size_t again : {7u, 130u, 299u}) {
-      append(store, positions(ids[again], 1, 2), {Layer{3}, Site::kK}, kKv);
-    }
-    for (TokenKey& token : tokens) token.position = 1;
-    EXPECT_EQ(thrown([&] { append_layers(store, tokens, 30); }),
-              "record of span 0x0000000000000008, position 1: the span begins at 0 and layer 3, "
-              "site 2 is recorded up to 2 already");
-    for (const SpanId id : ids) store.truncate(id, 1);
-    append_layers(store, tokens, 30);
-    store.seal_all(ids);
-    for (const std::size_t i : {0u, 7u, 299u}) {
-      const Place place = {Layer{3}, Site::kK};
-      const auto both = positions(ids[i], 0, 2);
-      EXPECT_EQ(own_rows(read(store, both, place, kKv), both, place, kKv), 2);
-    }
-  }
-}
-
-TEST(Store, NothingIsSealedWhereOneIsNotOpen) {
-  Store store({});
-  store.open({.id = kA}, kContract);
-  EXPECT_EQ(thrown([&] {
-              store.seal_all(std::array{kA, kB});
-            }),
-            "sealing span 0x0001000000000041: not opened");
-  append(store, positions(kA, 0, 1), kK, kKv);
-  store.seal_all(std::array{kA});
-  EXPECT_EQ(own_rows(read(store, positions(kA, 0, 1), kK, kKv), positions(kA, 0, 1), kK, kKv), 1);
 }
 
 TEST(Store, CallersMistakesAreOneLine) {
