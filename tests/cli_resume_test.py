@@ -170,9 +170,13 @@ def test_damaged_checkpoint(run):
     flipped[len(whole) // 2] ^= 4
     for damaged in [whole[:-100], whole[:20], b"", bytes(flipped), b"\0" * 64]:
         state.write_bytes(damaged)
-        refused(call(command(run)), 1, state, f"delete {newest}")
+        refused(call(command(run)), 1, state, f"delete {newest} to go on from the one before it, of step 1")
     state.unlink()
-    refused(call(command(run)), 1, state, f"delete {newest}")
+    refused(call(command(run)), 1, state, f"delete {newest} to go on from the one before it, of step 1")
+    older = run / "checkpoints/step_1"
+    older.rename(run / "checkpoints/away")
+    refused(call(command(run)), 1, state, f"delete {newest} to begin anew at step 1")
+    (run / "checkpoints/away").rename(older)
     before = lines(run)
     shutil.rmtree(newest)  # as the message says
     assert call(command(run)).returncode == 0

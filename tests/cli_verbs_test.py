@@ -171,6 +171,7 @@ def test_a_prompt_of_ones_own_and_prompts_of_a_step():
     ('{"tokens": [1, 2], "response_mask": [0, 1], "prompt_len": 1}', "leave one out"),
     ('{"tokens": [1, 2], "rollout_logp": [0]}', "rollout_logp has 1"),
     ('{"tokens": [1, 2], "rollout_logp": [null, 5]}', "rollout_logp holds 5 at 1"),
+    ('{"tokens": [1, 2], "rollout_logp": [null, 0.002]}', "rounding may take it to 0.001"),
     ('{"tokens": [1, 2], "rollout_logp": [null, -1e300]}', "rollout_logp holds -1e+300 at 1"),
     (json.dumps({"tokens": [1] * 513}), "the model's context is 512"),
 ])
@@ -454,11 +455,14 @@ def test_inspect_counts_what_is_damaged(answers, tmp_path):
 
     at = 48 + 24 + 36 + 8 + 1  # a row of the first block: header, frame, block's header, one run
     copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
-    text = run("inspect", copy).stdout
-    assert "; 1 of " in text and "36 spans" in text
+    done = run("inspect", copy, rc=1)
+    assert "; 1 of " in done.stdout and "36 spans" in done.stdout
+    assert done.stderr.startswith(f"error: {copy} has 1 damaged block; their rows are absent")
 
     copy.write_bytes(whole[:len(whole) // 2])  # as a killed writer leaves it
-    text = run("inspect", copy).stdout
+    done = run("inspect", copy, rc=1)
+    text = done.stdout
+    assert " damaged bytes; " in done.stderr and len(done.stderr.splitlines()) == 1
     spans = int(text.split(" segment, ")[1].split()[0])
     assert 0 < spans < 36 and "not ended" in text and "bytes dropped" in text
 
@@ -468,7 +472,38 @@ def test_inspect_counts_what_is_damaged(answers, tmp_path):
     copy.write_bytes(b"\x89LSS" + b"x" * 100)
     refused("inspect", copy, rc=1, named="000001.segment")
     refused("inspect", tmp_path, "--span", 0, rc=1, named="000001.segment")
-    assert "left alone" in run("inspect", tmp_path).stdout
+    done = run("inspect", tmp_path, rc=1)
+    assert "left alone" in done.stdout and "000001.segment" in done.stdout
+
+
+def test_a_path_of_another_kind_is_the_callers_fault(tmp_path):
+    """Status 2, and the remedy: a folder for a file, a file that is no dump, places that nobody may write."""
+    model = ROOT / "models/tiny-moe"
+    weights = model / "model.safetensors"
+    for verb in ("rollout", "dump"):
+        refused(verb, model, "--score", tmp_path, "--out", tmp_path / "o", rc=2,
+                named=["--score", tmp_path, "name a file"])
+    refused("eval", model, "task.name=jsonl", f"task.file={tmp_path}", rc=2,
+            named=["task.file", "name a file"])
+    refused("eval", model, f"task.file={tmp_path}", rc=2, named=["task.file", "name the task jsonl"])
+    refused("diff", weights, weights, rc=2, named=[weights, "no tensor of a dump"])
+    refused("sft", ROOT / "recipes/demo.toml", rc=2, named="run ./lockstep train")
+    refused("sft", ROOT / "recipes/compare_tiny.toml", rc=2, named="run ./lockstep compare")
+    file = tmp_path / "file"
+    file.write_text("")
+    below = file / "x"
+    refused("train", ROOT / "recipes/demo.toml", "--run", below, rc=2, named=[below, "another name"])
+    refused("compare", ROOT / "recipes/compare_tiny.toml", "--run", below, rc=2, named=[below, "--run"])
+    refused("rollout", model, "--n", 1, "--out", below / "o", rc=2, named=[below, "name another"])
+    refused("rollout", model, "--n", 1, "--trace", below, rc=2, named=[below, "name another"])
+    refused("sft", ROOT / "recipes/tiny_sft.toml", "steps=1", "--out", below, rc=2, named=[file, "name another"])
+
+
+def test_a_model_that_a_recipe_teaches_is_named_with_it(tmp_path):
+    if (ROOT / "runs/long_sft").exists():
+        pytest.skip("runs/long_sft is there")
+    done = run("doctor", ROOT / "recipes/studies/long_answers.toml", "--quick", rc=2)
+    assert "./lockstep sft recipes/long_sft.toml teaches it" in done.stderr
 
 
 # --- doctor ----------------------------------------------------------------------------------------

@@ -47,6 +47,14 @@ def test_report_lies_in_the_runs_folder(runs, tmp_path):
     assert {"reward.svg", "gap.svg", "flips_trace_act.svg"} <= {p.name for p in (tmp_path / "figures").iterdir()}
 
 
+def test_a_report_of_several_lies_in_the_folder_that_holds_them(runs, tmp_path):
+    for some in (["naive", "trace"], ["naive/seed_1", "trace/seed_2"]):
+        done = report(*[runs / one for one in some])
+        assert done.stdout.strip() == f"Report:  {runs / 'report.html'}"
+    done = report(runs / "naive/seed_1", runs / "naive/seed_2")
+    assert done.stdout.strip() == f"Report:  {runs / 'naive/report.html'}"
+
+
 @pytest.mark.parametrize("make, says", [
     (lambda folder: None, "there is no run"),
     (lambda folder: folder.mkdir(), "has no metrics.jsonl"),

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <system_error>
 
+#include "base/folder.h"
 #include "base/text.h"
 #include "base/wait.h"
 #include "cli/arms.h"
@@ -270,13 +271,13 @@ void require_room_on_disk(const std::vector<const Cell*>& cells, const fs::path&
 
 /// One process at a time: two would take the runs from each other. Held until the program ends.
 void lock(const fs::path& root) {
-  std::error_code error;
-  fs::create_directories(root, error);
+  make_folder(root, "the run directory", "give this comparison another --run");
   const fs::path file = root / ".lock";  // which no label is
-  const int descriptor = error ? -1 : ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  const int descriptor = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (descriptor < 0) {
-    const std::string why = error ? error.message() : std::generic_category().message(errno);
-    throw Error(cat({"cannot make the run directory ", root.string(), ": ", why}));
+    throw Usage(cat({"the run directory ", root.string(),
+                     " cannot be written: ", std::generic_category().message(errno),
+                     "; give this comparison another --run"}));
   }
   if (wait_for_lock(descriptor, file.string())) return;
   throw Error(cat({"another process is at work in ", root.string(),
@@ -372,8 +373,8 @@ int show(const recipe::Comparison& comparison, const std::vector<Cell>& cells,
   print(cat({"\nLast five steps, mean ± deviation over ", comparison.seeds,
              comparison.seeds == 1 ? " seed" : " seeds", ":\n\n"}) +
         comparison_table(arms) + "\n" + by_gap(arms));
-  print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nTime: ", std::round(took),
-             " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
+  print(cat({"Drift: ", drift_text(first.rollout.drift), ".\nAll runs together took ",
+             std::round(took), " s.\nFigures: ", (root / "summary.json").string(), "\n"}));
   report({.runs = {root.string()}, .out = "", .figures = ""});
   for (const std::string& line : lines) error(line);
   return lines.empty() ? 0 : 1;

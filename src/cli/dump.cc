@@ -25,7 +25,7 @@ void require_rows(const std::vector<Trajectory>& batch, const Subject& subject) 
 
 std::vector<Trajectory> sequences(const DumpArgs& args, const Subject& subject) {
   std::vector<Trajectory> batch;
-  for (SequenceRow& row : read_sequences(recipe::find(args.score, "--score"),
+  for (SequenceRow& row : read_sequences(recipe::find_file(args.score, "--score"),
                                          subject.policy.tokenizer, subject.policy.config)) {
     if (row.trajectory.tokens.size() < 2) {
       throw Error(cat({args.score, ":", row.line,

@@ -43,7 +43,7 @@ std::string text_of(const Spread& spread, const Style& style) {
   const Style powers = {.exponent = true};
   const bool small = style.factor == 1 && tiny(spread.mean);
   std::string text = written(spread.mean, small ? powers : style);
-  if (std::isfinite(spread.deviation) && spread.deviation > 0) {
+  if (std::isfinite(spread.deviation)) {
     text += " ±" + written(spread.deviation,
                            small || (style.factor == 1 && tiny(spread.deviation)) ? powers : style);
   }

@@ -85,10 +85,11 @@ struct PlaceSum {
   std::int64_t row_bytes = 0, rows = 0, blocks = 0, damaged = 0;
 };
 using PlaceKey = std::tuple<Site, Encoding, Layer, std::int32_t>;
+using PlaceSums = std::map<PlaceKey, PlaceSum>;
 
 /// Rows by place. Every block is read and compared with its checksum.
-std::map<PlaceKey, PlaceSum> count_places(const Trace& trace) {
-  std::map<PlaceKey, PlaceSum> sums;
+PlaceSums count_places(const Trace& trace) {
+  PlaceSums sums;
   for (const OpenSegment& segment : trace.segments) {
     for (const store::StoredSpan& stored : segment.scan.spans) {
       for (const store::BlockRef& ref : stored.blocks) {
@@ -105,13 +106,19 @@ std::map<PlaceKey, PlaceSum> count_places(const Trace& trace) {
   return sums;
 }
 
-std::string place_table(const std::map<PlaceKey, PlaceSum>& sums, std::int64_t tokens) {
+std::int64_t damaged_blocks(const PlaceSums& sums) {
+  std::int64_t damaged = 0;
+  for (const auto& [key, sum] : sums) damaged += sum.damaged;
+  return damaged;
+}
+
+std::string place_table(const PlaceSums& sums, std::int64_t tokens) {
   Rows rows = {{"place", "encoding", "bytes a row", "rows", "bytes", "damaged blocks"}};
-  std::int64_t bytes = 0, damaged = 0, blocks = 0;
+  std::int64_t bytes = 0, blocks = 0;
+  const std::int64_t damaged = damaged_blocks(sums);
   for (const auto& [key, sum] : sums) {
     const auto& [site, encoding, layer, width] = key;
     bytes += sum.row_bytes * sum.rows;
-    damaged += sum.damaged;
     blocks += sum.blocks;
     rows.push_back({place_text({layer, site}), encoding_name(encoding), cat({sum.row_bytes}),
                     cat({sum.rows}), bytes_text(sum.row_bytes * sum.rows),
@@ -143,7 +150,7 @@ std::vector<Span> spans_of(const Trace& trace) {
   return spans;
 }
 
-std::string summary(const fs::path& path, const Trace& trace) {
+std::string summary(const fs::path& path, const Trace& trace, const PlaceSums& sums) {
   if (trace.segments.empty() && trace.foreign.empty()) {
     return cat({path.string(), ": ", kNoSegments, "\n"});
   }
@@ -163,7 +170,7 @@ std::string summary(const fs::path& path, const Trace& trace) {
   std::string text =
       cat({path.string(), ": ", counted(trace.segments.size(), "segment"), ", ",
            number(spans, "span"), " of ", number(tokens, "token"), ", ", bytes_text(bytes), "\n"}) +
-      columns(rows) + "\n" + place_table(count_places(trace), tokens);
+      columns(rows) + "\n" + place_table(sums, tokens);
   for (const std::string& line : trace.foreign) text += "left alone: " + line + "\n";
   if (trace.damage.bytes > 0) text += cat({"damaged: ", trace.damage.bytes, " bytes dropped\n"});
   for (const std::string& line : trace.damage.lines) text += "  " + line + "\n";
@@ -285,11 +292,32 @@ Place parse_place(const std::string& text) {
                    "'; write LAYER.SITE, as 3.w13_in; the sites are w13_in, w2_in, k, v, router"}));
 }
 
+namespace {
+
+/// What is left has been told; that something is missing is an error all the same.
+void require_whole(const fs::path& path, const Trace& trace, const PlaceSums& sums) {
+  const std::int64_t blocks = damaged_blocks(sums);
+  if (blocks == 0 && trace.damage.bytes == 0 && trace.foreign.empty()) return;
+  std::string what;
+  const auto add = [&](const std::string& part) { what += (what.empty() ? "" : ", ") + part; };
+  if (blocks > 0) add(counted(static_cast<std::size_t>(blocks), "damaged block"));
+  if (trace.damage.bytes > 0) add(cat({trace.damage.bytes, " damaged bytes"}));
+  if (!trace.foreign.empty()) {
+    add(counted(trace.foreign.size(), "file") + " that begin as no segment does");
+  }
+  throw Error(cat({path.string(), " has ", what,
+                   "; their rows are absent, the rest is whole: take the folder from where it was "
+                   "written, or train without them"}));
+}
+
+}  // namespace
+
 void inspect_trace(const fs::path& path, const InspectArgs& args) {
   const Trace trace = open_trace(path);
   if (args.span.empty()) {
-    print(summary(path, trace));
-    return;
+    const PlaceSums sums = count_places(trace);
+    print(summary(path, trace, sums));
+    return require_whole(path, trace, sums);
   }
   const Wanted wanted = parse_span(args.span);
   if (trace.segments.empty()) {  // a file that was one says why it is none

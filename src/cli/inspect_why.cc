@@ -211,8 +211,8 @@ void inspect_why(const InspectArgs& args) {
   const Place place = parse_place(args.place);
   const Subject subject = open_subject(args.path, {}, "", true);
   const auto [file, line] = file_and_line(args.why);
-  const std::vector<SequenceRow> rows =
-      read_sequences(recipe::find(file, "--why"), subject.policy.tokenizer, subject.policy.config);
+  const std::vector<SequenceRow> rows = read_sequences(
+      recipe::find_file(file, "--why"), subject.policy.tokenizer, subject.policy.config);
   const auto found = std::find_if(rows.begin(), rows.end(),
                                   [&, n = line](const SequenceRow& row) { return row.line == n; });
   if (found == rows.end()) throw Usage(cat({file, " has no sequence in line ", line}));

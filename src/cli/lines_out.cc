@@ -30,7 +30,8 @@ LinesOut::LinesOut(const std::string& path) : path_(path) {
   }
   file_.open(to_.part, std::ios::binary | (to_.in_place() ? std::ios::app : std::ios::trunc));
   if (!file_) {
-    throw Error(cat({"--out: cannot write ", path, "; may you write its folder?"}));
+    throw Usage(
+        cat({"--out: cannot write ", path, "; name a file in a folder that you may write"}));
   }
 }
 

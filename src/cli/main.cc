@@ -301,7 +301,9 @@ void add_report(CLI::App& app, Chosen& chosen) {
   sub->add_option("runs", args->runs,
                   "run directories, or folders of them; seeds of an arm become a band")
       ->required();
-  add_text(sub, "--out", args->out, "the page; default: report.html in the run's folder");
+  add_text(
+      sub, "--out", args->out,
+      "the page; default: report.html in the run's folder, of several in the one that holds them");
   add_text(sub, "--figures", args->figures, "a folder for the charts as SVG files");
   sub->callback([&chosen, args] { chosen = [args] { return report(*args); }; });
 }

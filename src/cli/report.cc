@@ -42,6 +42,15 @@ void add_contract(instruments::RunData& run) {
   }
 }
 
+/// The folder that all of them lie in.
+fs::path common_folder(const std::vector<fs::path>& folders) {
+  fs::path common = folders.front().parent_path();
+  for (const fs::path& folder : folders) {
+    while (*folder.lexically_relative(common).begin() == "..") common = common.parent_path();
+  }
+  return common;
+}
+
 }  // namespace
 
 int report(const ReportArgs& args) {
@@ -60,7 +69,9 @@ int report(const ReportArgs& args) {
     add_contract(run);
   }
   fs::path out = args.out;
-  if (out.empty()) out = folders.size() == 1 ? folders[0] / "report.html" : fs::path("report.html");
+  if (out.empty()) {
+    out = (folders.size() == 1 ? folders[0] : common_folder(folders)) / "report.html";
+  }
   instruments::write_report(runs, title, out, args.figures);
   print(cat({"Report:  ", out.string(), "\n"}));
   return 0;

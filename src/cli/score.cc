@@ -124,7 +124,7 @@ std::string score_line(const SequenceRow& row, const Scores& scores, std::size_t
 
 int score(const RolloutArgs& args, const Subject& subject) {
   const std::vector<SequenceRow> rows = read_sequences(
-      recipe::find(args.score, "--score"), subject.policy.tokenizer, subject.policy.config);
+      recipe::find_file(args.score, "--score"), subject.policy.tokenizer, subject.policy.config);
   LinesOut out(args.out);
   Scorer scorer(args, subject);
   rl::Distribution gap, unguided, given;

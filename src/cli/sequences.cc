@@ -106,6 +106,9 @@ std::vector<std::uint8_t> read_mask(const json& row, std::size_t tokens,
   return mask;
 }
 
+/// An engine whose softmax rounds may call a certain token a little likelier than 1.
+constexpr float kMostLogp = 1e-3f;
+
 std::vector<float> read_given(const json& row, std::size_t tokens) {
   const json* given = find(row, "rollout_logp");
   if (given == nullptr) return {};
@@ -118,9 +121,10 @@ std::vector<float> read_given(const json& row, std::size_t tokens) {
       throw Error(cat({"rollout_logp holds ", value.dump(), ", neither number nor null"}));
     }
     values.push_back(value.is_null() ? std::nanf("") : value.get<float>());
-    if (values.back() > 0.0f || std::isinf(values.back())) {
+    if (values.back() > kMostLogp || std::isinf(values.back())) {
       throw Error(cat({"rollout_logp holds ", value.dump(), " at ", values.size() - 1,
-                       "; a log-prob is finite and at most 0, null where there is none"}));
+                       "; a log-prob is finite and at most 0 (rounding may take it to ", kMostLogp,
+                       "), null where there is none"}));
     }
   }
   return values;

@@ -21,8 +21,34 @@
 
 namespace lockstep::cli {
 
+namespace {
+
+/// Of a model runs/NAME that is not there: the recipe of that name which teaches it, or "".
+std::string taught_by(const std::filesystem::path& model) {
+  if (model.parent_path() != "runs") return "";
+  const std::string file = "recipes/" + model.filename().string() + ".toml";
+  try {
+    return recipe::is_sft(recipe::find(file, "the recipe")) ? file : "";
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+std::filesystem::path find_model(const std::string& path) {
+  try {
+    return recipe::find(path, "model");
+  } catch (const Error& error) {
+    const std::string file = taught_by(std::filesystem::path(path).lexically_normal());
+    if (file.empty()) throw;
+    throw Usage(cat(
+        {"model is '", path, "', which is not there yet; ./lockstep sft ", file, " teaches it"}));
+  }
+}
+
+}  // namespace
+
 std::filesystem::path checkpoint_folder(const std::string& path) {
-  std::filesystem::path folder = recipe::find(path, "model");
+  std::filesystem::path folder = find_model(path);
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error)) {
     throw Usage(
@@ -58,9 +84,9 @@ std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Po
   data::TaskOptions own = options;
   own.jsonl.max_prompt_tokens = std::max(1, policy.config.max_positions - max_new_tokens);
   own.jsonl.need_response = need_response;
-  if (own.name == "jsonl") own.jsonl.file = recipe::find(own.jsonl.file, "task.file");
+  if (own.name == "jsonl") own.jsonl.file = recipe::find_file(own.jsonl.file, "task.file");
   if (!own.jsonl.eval_file.empty()) {
-    own.jsonl.eval_file = recipe::find(own.jsonl.eval_file, "task.eval_file");
+    own.jsonl.eval_file = recipe::find_file(own.jsonl.eval_file, "task.eval_file");
   }
   return data::make_task(own, policy.folder);
 }

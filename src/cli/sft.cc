@@ -2,6 +2,7 @@
 #include <cmath>
 #include <fstream>
 
+#include "base/folder.h"
 #include "base/text.h"
 #include "cli/interrupt.h"
 #include "cli/log.h"
@@ -19,7 +20,15 @@ namespace {
 
 recipe::SftRecipe read(const SftArgs& args) {
   return of_the_caller([&] {
-    return recipe::read_sft_recipe(recipe::find(args.recipe, "the recipe"), args.assignments);
+    const std::filesystem::path path = recipe::find(args.recipe, "the recipe");
+    try {
+      return recipe::read_sft_recipe(path, args.assignments);
+    } catch (const Error&) {
+      const std::string verb = recipe::other_verb(path);
+      if (verb.empty() || recipe::is_sft(path)) throw;
+      throw Usage(cat({args.recipe, " is a recipe for ", verb, ", not for sft; run ./lockstep ",
+                       verb, " ", args.recipe}));
+    }
   });
 }
 
@@ -171,10 +180,11 @@ int sft(const SftArgs& args) {
   load(start, trainer.initial_weights());
 
   // The curve grows as training goes on, beside the folder that appears whole when it has ended.
-  std::filesystem::create_directories(std::filesystem::absolute(out).parent_path());
+  make_folder(std::filesystem::absolute(out).parent_path(), "the folder of --out,", "name another");
   const std::filesystem::path curve_path = out.string() + ".loss.jsonl";
   std::ofstream curve(curve_path);
-  if (!curve) throw Error(cat({"cannot write ", curve_path.string()}));
+  if (!curve)
+    throw Usage(cat({"cannot write ", curve_path.string(), "; name another folder with --out"}));
   const GoneOnInterrupt gone(curve_path.string());
   on_interrupt_say("nothing is kept before the model is whole: the same command begins at step 1");
   const double loss = teach(r, policy, *task, trainer, curve);

@@ -101,8 +101,9 @@ Dump Dump::open(const std::filesystem::path& path) {
     dump.add(dump.files_.size() - 1);
   }
   if (dump.places_.empty()) {
-    throw Error(
-        cat({dump.name_, ": has none of layers.N.w13_in, .k, .v, .experts; it is no dump"}));
+    throw Usage(cat({dump.name_,
+                     ": has none of layers.N.w13_in, .k, .v, .experts; it is no dump, which "
+                     "./lockstep dump writes"}));
   }
   if (dump.rows_ == 0) throw Error(cat({dump.name_, ": has no rows"}));
   const auto order = [](const Place& place) {
@@ -123,7 +124,7 @@ void Dump::add(std::size_t file, const TensorInfo& info) {
   const std::string what = files_[file].path().string();
   const std::optional<Place> place = parse_place(info.name);
   if (!place && info.name != "tokens" && info.name != "logp") {
-    throw Error(cat({what, ": ", info.name,
+    throw Usage(cat({what, ": ", info.name,
                      " is no tensor of a dump; it holds layers.N.{w13_in,k,v,experts}, tokens and "
                      "logp"}));
   }

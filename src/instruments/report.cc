@@ -5,6 +5,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "base/folder.h"
 #include "base/text.h"
 #include "instruments/chart.h"
 #include "instruments/decompose.h"
@@ -357,13 +358,10 @@ void write_report(std::span<const RunData> runs, const std::string& title,
                   const std::filesystem::path& out, const std::filesystem::path& figures) {
   std::vector<FigureFile> files;
   const std::string page = report_page(runs, title, figures.empty() ? nullptr : &files);
-  const auto make_folder = [](const std::filesystem::path& folder) {
-    std::error_code error;
-    if (!folder.empty()) std::filesystem::create_directories(folder, error);
-    if (error) throw Error(cat({"cannot make ", folder.string(), ": ", error.message()}));
-  };
-  make_folder(out.parent_path());
-  make_folder(figures);
+  if (!out.parent_path().empty()) {
+    make_folder(out.parent_path(), "the page's folder", "name another file with --out");
+  }
+  if (!figures.empty()) make_folder(figures, "the figures' folder", "name another with --figures");
   write_text(out, page);
   for (const FigureFile& file : files) write_text(figures / file.name, file.text);
 }

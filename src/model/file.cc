@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/folder.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -65,11 +66,11 @@ Destination destination(const std::filesystem::path& path) {
   Destination found{there ? std::filesystem::canonical(path) : path, {}};
   const std::filesystem::path parent = found.place.parent_path();
   const std::filesystem::path folder = parent.empty() ? "." : parent;
-  std::filesystem::create_directories(folder, error);
-  if (error && !std::filesystem::is_directory(folder)) {
-    throw Usage(cat({text, ": cannot make its folder: ", error.message()}));
+  make_folder(folder, cat({text, ": its folder"}), "name another file");
+  if (::access(folder.c_str(), W_OK) != 0) {
+    if (errno == EROFS) fail(path, "write", errno);
+    throw Usage(cat({text, ": cannot be written: ", std::strerror(errno), "; name another file"}));
   }
-  if (::access(folder.c_str(), W_OK) != 0) fail(path, "write", errno);
   found.part = found.place.string() + ".part";
   return found;
 }

@@ -266,6 +266,11 @@ void settle_task(data::TaskOptions& task, const std::string& file, const std::st
   if (task.name == "jsonl" && file.empty()) {
     throw Error("task.name is jsonl and task.file is empty; name the file of its rows");
   }
+  if (task.name == "arith" && !(file.empty() && eval_file.empty())) {
+    throw Error(cat({file.empty() ? "task.eval_file" : "task.file", " is '",
+                     file.empty() ? eval_file : file,
+                     "' and task.name is arith, which reads no file; name the task jsonl"}));
+  }
   task.jsonl.file = file;
   task.jsonl.eval_file = eval_file;
   task.jsonl.seed = task.arith.seed;
@@ -409,6 +414,16 @@ bool is_sft(const std::filesystem::path& file) {
   return false;
 }
 
+std::string other_verb(const std::filesystem::path& file) {
+  try {
+    if (!split(read_entries(file)).compare.empty()) return "compare";
+    read_recipe(file, {});
+    return "train";
+  } catch (const Error&) {
+    return "";
+  }
+}
+
 SftRecipe read_sft_recipe(const std::filesystem::path& file,
                           std::span<const std::string> assignments) {
   SftRecipe recipe;
@@ -520,6 +535,12 @@ std::filesystem::path find(const std::string& path, const std::string& key) {
   throw Usage(cat({key, " is '", path, "', which is not there",
                    relative ? ", neither from this folder nor from the checkout" : "",
                    "; give a path that is"}));
+}
+
+std::filesystem::path find_file(const std::string& path, const std::string& key) {
+  const std::filesystem::path found = find(path, key);
+  if (!std::filesystem::is_directory(found)) return found;
+  throw Usage(cat({key, " is '", path, "', which is a folder; name a file"}));
 }
 
 }  // namespace lockstep::recipe

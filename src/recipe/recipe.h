@@ -123,4 +123,11 @@ void take_settled(std::string_view began, const std::string& file, Recipe& recip
 /// `key` where neither is there.
 std::filesystem::path find(const std::string& path, const std::string& key);
 
+/// What else a file that is no recipe for sft is: "train" or "compare", the verb that takes it; ""
+/// where it is none of them either.
+std::string other_verb(const std::filesystem::path& file);
+
+/// The same of a file, or a pipe: a folder is refused.
+std::filesystem::path find_file(const std::string& path, const std::string& key);
+
 }  // namespace lockstep::recipe

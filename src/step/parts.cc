@@ -50,8 +50,14 @@ void load_state(Loop& loop, std::int64_t step) {
   try {
     loop.trainer.load(folder / "training_state");
   } catch (const Error& error) {
-    throw Error(cat({error.what(), "; delete ", folder.string(),
-                     " to go on from the checkpoint before it, or give this run another name"}));
+    const std::vector<std::int64_t> steps = loop.run_dir.checkpoints();
+    const auto behind = std::lower_bound(steps.begin(), steps.end(), step);
+    const std::string next =
+        behind == steps.begin()
+            ? "to begin anew at step 1, for there is no other"
+            : cat({"to go on from the one before it, of step ", *std::prev(behind)});
+    throw Error(cat({error.what(), "; delete ", folder.string(), " ", next,
+                     ", or give this run another name"}));
   }
 }
 

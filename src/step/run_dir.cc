@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/folder.h"
 #include "base/text.h"
 #include "base/wait.h"
 #include "recipe/compare.h"
@@ -169,10 +170,7 @@ RunDir::RunDir(fs::path folder, Comm& comm) : folder_(std::move(folder)), comm_(
   require_ours(folder_);
   std::error_code error;
   fresh_ = !fs::exists(folder_, error);
-  fs::create_directories(folder_ / "checkpoints", error);
-  if (error) {
-    throw Error(cat({"cannot make the run directory ", folder_.string(), ": ", error.message()}));
-  }
+  make_folder(folder_ / "checkpoints", "the run's folder", "give this run another name");
   lock_ = open_or_fail(folder_ / "lock", O_RDWR | O_CREAT);
   if (!wait_for_lock(lock_, (folder_ / "lock").string())) {
     ::close(lock_);
@@ -254,8 +252,12 @@ fs::path RunDir::checkpoint(std::int64_t step) const {
   return folder_ / "checkpoints" / cat({"step_", step});
 }
 
+std::vector<std::int64_t> RunDir::checkpoints() const {
+  return saved_steps(folder_ / "checkpoints");
+}
+
 std::int64_t RunDir::newest() const {
-  const std::vector<std::int64_t> steps = saved_steps(folder_ / "checkpoints");
+  const std::vector<std::int64_t> steps = checkpoints();
   return steps.empty() ? 0 : steps.back();
 }
 
@@ -267,7 +269,7 @@ void RunDir::save(std::int64_t step, std::int64_t keep,
   }
   write_whole(checkpoint(step), write);
   if (comm_.rank() != 0 || keep <= 0) return;
-  std::vector<std::int64_t> steps = saved_steps(folder_ / "checkpoints");
+  std::vector<std::int64_t> steps = checkpoints();
   for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < steps.size(); ++i) {
     const fs::path doomed = checkpoint(steps[i]).string() + ".part";  // never half a checkpoint
     fs::rename(checkpoint(steps[i]), doomed);

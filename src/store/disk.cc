@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/folder.h"
 #include "base/text.h"
 #include "model/file.h"
 
@@ -48,13 +49,9 @@ std::int64_t at_most(const Body& body) {
 
 Disk::Disk(const Options& options) : options_(options) {
   namespace fs = std::filesystem;
-  std::error_code failed;
-  if (fs::create_directories(options.folder, failed)) {
+  if (make_folder(options.folder, "the trace's folder", "name another")) {
     const fs::path made = fs::absolute(options.folder).lexically_normal();
     unsynced_parent_ = (made.has_filename() ? made : made.parent_path()).parent_path();
-  }
-  if (failed) {
-    throw Error(cat({"trace folder ", options.folder.string(), ": ", failed.message()}));
   }
   const fs::path lock = options.folder / "LOCK";
   Result<File> file = fs::exists(lock) ? File::open(lock) : File::create(lock);
@@ -64,6 +61,7 @@ Disk::Disk(const Options& options) : options_(options) {
                      ": another process uses it; end that one, or give this run another folder"}));
   }
   std::vector<fs::path> paths;
+  std::error_code failed;
   fs::directory_iterator entries(options.folder, failed);
   if (failed) throw Error(cat({"trace folder ", options.folder.string(), ": ", failed.message()}));
   for (const auto& entry : entries) {
