@@ -264,7 +264,7 @@ bool add_norm_cuda(const AddNormArgs& args, Stream stream) {
   const std::int64_t most = (cols / (wide ? 8 : 2) + 31) / 32 * 32;
   const auto threads = static_cast<unsigned>(std::clamp<std::int64_t>(most, 32, kThreads));
   const auto bytes = static_cast<std::size_t>((drifts ? 2 : 1) * cols) * sizeof(Bf16);
-  cuda::allow_shared(kernel, bytes, 2 * kMostCols * sizeof(Bf16));
+  cuda::allow_shared(kernel, bytes);
   cuda::lay_out_for_shared(kernel);
   cuda::launch_beside("add_norm_kernel", kernel, dim3(static_cast<unsigned>(rows)), dim3(threads),
                       bytes, stream, params);

@@ -4,6 +4,7 @@
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/attention_kernel_cuda.h"
 
 namespace lockstep::kernels {
@@ -136,9 +137,7 @@ void combine(const AttentionParams& p, int dim, std::int64_t rows, Stream stream
                       : dim == 64 ? combine_splits_kernel<64>
                                   : combine_splits_kernel<128>;
   const int bytes = std::min(p.splits, batches * kBatch) * dim * 4;
-  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     kMostBatches * kBatch * dim * 4),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, bytes);
   cuda::lay_out_for_shared(kernel);
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(p.heads));
   cuda::launch_beside("combine_splits_kernel", kernel, grid, dim3(static_cast<unsigned>(dim)),

@@ -6,6 +6,7 @@
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/attention_loader_cuda.h"
 #include "kernels/dense/attention_prefill_cuda.h"
 #include "kernels/dense/attention_queries_cuda.h"
@@ -320,8 +321,7 @@ template <KvFormat kFormat, int kDim, int kGroups, int kHeads>
 void launch_one(const AttentionParams& p, int device, void* stream) {
   const auto kernel = attention_kernel<kFormat, kDim, kGroups, kHeads>;
   const int bytes = AttentionShape<kFormat, kDim, kGroups, kHeads>::layout(p).bytes;
-  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, bytes);
   const int at_once = cuda::multiprocessors(static_cast<std::int8_t>(device)) *
                       residents_of(kFormat, kGroups, kDim);
   const int blocks = p.sums == nullptr ? p.items : std::min(p.items, at_once);

@@ -9,6 +9,7 @@
 
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/attention_queries_cuda.h"
 
 namespace lockstep::kernels {
@@ -321,8 +322,7 @@ template <KvFormat kFormat, int kDim>
 void launch_prefill(const AttentionParams& p, void* stream) {
   const auto kernel = prefill_kernel<kFormat, kDim>;
   constexpr int kBytes = PrefillShape<kFormat, kDim>::kBytes;
-  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, kBytes);
   cuda::launch_beside("prefill_kernel", kernel, dim3(static_cast<unsigned>(p.items)),
                       dim3(32 * kPrefillWarps), kBytes, Stream{stream}, p);
 }

@@ -208,7 +208,7 @@ void dispatch_cuda(const DispatchArgs& args, Stream stream) {
   const int warps =
       std::clamp((p.items + 31) / 32, 1, std::min(kMostWarps, kMostBytes / bytes_a_warp));
   const auto bytes = static_cast<std::size_t>(warps * bytes_a_warp);
-  cuda::allow_shared(dispatch_kernel, bytes, kMostBytes);
+  cuda::allow_shared(dispatch_kernel, bytes);
   cuda::launch_beside("dispatch_kernel", dispatch_kernel, dim3(1),
                       dim3(static_cast<unsigned>(32 * warps)), bytes, stream, p);
 }

@@ -404,7 +404,7 @@ void drift_noise_cuda(const DriftNoiseArgs& args, Stream stream) {
                            args.seed,   args.x.stride[0],    static_cast<std::int32_t>(cols),
                            args.site,   args.sigma};
   const auto bytes = static_cast<std::size_t>(cols) * sizeof(Bf16);
-  cuda::allow_shared(noise_kernel, bytes, kMostCols * sizeof(Bf16));
+  cuda::allow_shared(noise_kernel, bytes);
   noise_kernel<<<static_cast<unsigned>(rows), kThreads, bytes, cuda::stream_of(stream)>>>(params);
   cuda::require_launch("noise_kernel");
 }

@@ -17,6 +17,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/grouped_product_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 
@@ -355,8 +356,7 @@ void grouped_product_cuda(const GroupedProductArgs& args, Stream stream) {
   constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= 232'448);
   const auto kernel = args.turned ? grouped_product_kernel<true> : grouped_product_kernel<false>;
-  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, kBytes);
   const std::int64_t most = ((args.x.shape[0] + kItems - 1) / kItems + groups) * p.columns;
   const auto grid = static_cast<unsigned>(std::min<std::int64_t>(most, multiprocessors));
   kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(x, w, p);

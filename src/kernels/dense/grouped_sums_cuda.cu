@@ -9,6 +9,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/grouped_product_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 
@@ -211,9 +212,7 @@ void grouped_sums_cuda(const GroupedSumsArgs& args, Stream stream) {
                         .tiles = static_cast<std::int32_t>(tiles),
                         .all = static_cast<std::int32_t>(groups * tiles)};
   constexpr int kBytes = sizeof(SumsShared) + 1024;
-  cuda::require(cudaFuncSetAttribute(grouped_sums_kernel,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(grouped_sums_kernel, kBytes);
   const auto grid =
       static_cast<unsigned>(std::min<std::int64_t>(groups * tiles, cuda::multiprocessors(index)));
   grouped_sums_kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(a, b, p);

@@ -341,7 +341,7 @@ bool place_heads_cuda(const PlaceHeadsArgs& args, Stream stream) {
   const HeadKernel kernel = heads_kernel_of(args);
   const auto bytes = static_cast<std::size_t>(bytes_of_sides(args));
   const int of_queries = (args.num_heads + kBlockHeads - 1) / kBlockHeads;
-  cuda::allow_shared(kernel, bytes, kMostBytes);
+  cuda::allow_shared(kernel, bytes);
   cuda::lay_out_for_shared(kernel);
   cuda::launch_beside("place_heads_kernel", kernel,
                       dim3(static_cast<unsigned>(rows), static_cast<unsigned>(1 + of_queries)),

@@ -13,6 +13,7 @@
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
 #include "device/cuda/once.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/linear_params_cuda.h"
 #include "kernels/dense/segments_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
@@ -506,9 +507,7 @@ void launch_of(const LinearParams& p, std::int8_t device, Stream stream) {
   const CUtensorMap x = wgmma::tensor_map(p.x, p.rows, p.in, p.x_stride, a.box_rows);
   const CUtensorMap weight =
       wgmma::tensor_map(p.weight, p.group_stride / p.in * p.groups, p.in, p.in, S::kOuts);
-  cuda::require(cudaFuncSetAttribute(linear_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     kSharedAll),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(linear_kernel<S>, kSharedAll);
   const auto blocks = static_cast<unsigned>(
       kSplit > 1 ? a.tiles * kSplit : std::min(a.tiles, cuda::multiprocessors(device)));
   if (grouped) {  // where groups begin is read before it waits

@@ -5,6 +5,7 @@
 /// In a product of 16 inputs the four threads of a row have inputs 8 t .. 8 t + 3 of 32, in the
 /// next one 8 t + 4 .. 8 t + 7: each reads 16 bytes.
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/attention_mma_cuda.h"
 #include "kernels/dense/linear_params_cuda.h"
 
@@ -212,8 +213,7 @@ void linear_of_warps(const LinearParams& p, Stream stream) {
   }
   constexpr int kBytes = kWideStages * kWideStage * static_cast<int>(sizeof(Bf16));
   const auto kernel = p.split_k ? wide_kernel<true> : wide_kernel<false>;
-  cuda::require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, kBytes);
   const dim3 grid(static_cast<unsigned>(most_tiles(p, kWideRows)),
                   static_cast<unsigned>((p.out + kWideOuts - 1) / kWideOuts));
   kernel<<<grid, kThreads, kBytes, cuda::stream_of(stream)>>>(p);

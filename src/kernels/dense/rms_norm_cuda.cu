@@ -86,7 +86,7 @@ void rms_norm_cuda(const RmsNormArgs& args, Stream stream) {
                     aligned(args.x.data) && aligned(args.y.data) && aligned(args.weight.data());
   const auto kernel = wide ? rms_norm_kernel<true> : rms_norm_kernel<false>;
   const auto bytes = static_cast<std::size_t>(cols) * sizeof(Bf16);
-  cuda::allow_shared(kernel, bytes, kMostCols * sizeof(Bf16));
+  cuda::allow_shared(kernel, bytes);
   cuda::lay_out_for_shared(kernel);
   cuda::launch_beside("rms_norm_kernel", kernel, dim3(static_cast<unsigned>(rows)), dim3(kThreads),
                       bytes, stream, params);

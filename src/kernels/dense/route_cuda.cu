@@ -10,6 +10,7 @@
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/once.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/lanes.h"
 #include "kernels/dense/route_rows.h"
 #include "kernels/dense/row_cuda.h"
@@ -390,9 +391,7 @@ bool route_cuda(const RouteArgs& args, Stream stream) {
   const CUtensorMap weight =
       wgmma::tensor_map(w.data, packed_elements(w.out, w.in) / w.in, w.in, w.in, kHalf);
   const int bytes = kRouteStages * (params.x_bytes + kOfWeight) + int{sizeof(Desk)};
-  cuda::require(
-      cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
-      "cudaFuncSetAttribute");
+  cuda::allow_shared(route_kernel, bytes);
   cuda::lay_out_for_shared(route_kernel);
   cuda::launch_beside("route_kernel", route_kernel, dim3(kBlocks), dim3(32 * kRouteWarps),
                       static_cast<std::size_t>(bytes), stream, x, weight, params);

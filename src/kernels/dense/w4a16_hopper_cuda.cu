@@ -17,6 +17,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/dense/w4a16_cuda.h"
 #include "kernels/dense/wgmma_cuda.h"
 #include "kernels/dense/wgmma_registers_cuda.h"
@@ -514,9 +515,7 @@ template <typename S>
 void launch(Params16 p, std::int64_t rows, std::int64_t items, std::int8_t device, Stream stream) {
   constexpr int kBytes = sizeof(Shared16<S>);
   static_assert((kBytes + 1024) * S::kResidents <= 233'472);
-  cuda::require(cudaFuncSetAttribute(w4a16_hopper_kernel<S>,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute");
+  cuda::allow_shared(w4a16_hopper_kernel<S>, kBytes);
   CUtensorMap x{};
   if constexpr (!S::kGathers) x = wgmma::tensor_map(p.x, rows, p.depth, p.x_stride, kBoxItems);
   p.columns = (p.out + kOutputs - 1) / kOutputs;

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "device/cuda/check.h"
+#include "device/cuda/shared.h"
 #include "numerics/bf16.h"
 
 namespace lockstep::kernels::wgmma {
@@ -395,9 +396,7 @@ inline void require_hopper(std::int8_t index, const char* op) {
 /// cluster lies in one part of the chip. Lets the kernel have `bytes` of shared memory.
 template <typename Kernel>
 int most_clusters(Kernel kernel, int blocks, int threads, int bytes) {
-  lockstep::cuda::require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-      "cudaFuncSetAttribute");
+  lockstep::cuda::allow_shared(kernel, bytes);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(blocks);

@@ -7,6 +7,7 @@
 
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/exact/crc32c_rows.h"
 #include "kernels/exact/crc_bits_cuda.h"
 #include "kernels/exact/gf2.h"
@@ -213,9 +214,7 @@ __global__ void row_powers_kernel(std::uint32_t* powers, std::int32_t out, std::
 /// As many blocks as the device holds, and no more than there is work for.
 template <typename Kernel>
 unsigned int blocks_for(Kernel kernel, std::int64_t warps, Device device) {
-  cuda::require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTableBytes),
-      "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, kTableBytes);
   const std::int64_t most = cuda::multiprocessors(device.index);
   return static_cast<unsigned int>(std::min(most, warps));
 }

@@ -238,7 +238,7 @@ void guide_cuda(const GuideArgs& args, const GuideShape& shape, Stream stream) {
   const std::int64_t records = shape.rows / shape.slots;
   const auto grid = static_cast<unsigned>(std::min<std::int64_t>(records, 1 << 16));
   const auto shared = static_cast<std::size_t>(blocks) * sizeof(float);
-  cuda::allow_shared(guide_general_kernel, shared, kMostScales * sizeof(float));
+  cuda::allow_shared(guide_general_kernel, shared);
   guide_general_kernel<<<grid, kThreads, shared, handle>>>(p);
   cuda::require_launch("guide_general_kernel");
 }

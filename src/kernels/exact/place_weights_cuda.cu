@@ -6,6 +6,7 @@
 #include "device/cuda/arrivals.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/exact/gf2.h"
 #include "kernels/exact/place_unit_cuda.h"
 
@@ -325,10 +326,7 @@ std::int32_t place_blocks(Device device) { return cuda::multiprocessors(device.i
 
 void place_weights_cuda(const PlaceArgs& args, Device device, Stream stream) {
   const cuda::OnDevice scope(device.index);
-  cuda::require(
-      cudaFuncSetAttribute(place_weights_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(sizeof(PlaceShared))),
-      "cudaFuncSetAttribute");
+  cuda::allow_shared(place_weights_kernel, sizeof(PlaceShared));
   PlaceArgs p = args;
   void* arguments[] = {&p};
   cuda::require(

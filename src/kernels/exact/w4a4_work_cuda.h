@@ -10,6 +10,7 @@
 #include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/shared.h"
 #include "kernels/exact/w4a4_cuda.h"
 
 namespace lockstep::kernels::w4a4_device {
@@ -265,9 +266,7 @@ template <typename... Arguments>
 void launch_over(const char* name, void (*kernel)(Arguments...), int shared_bytes, int residents,
                  const Params& work, std::int8_t device, Stream stream,
                  const Arguments&... arguments) {
-  cuda::require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "cudaFuncSetAttribute");
+  cuda::allow_shared(kernel, shared_bytes);
   const std::int64_t blocks =
       std::min(most_groups(work), std::int64_t{cuda::multiprocessors(device)} * residents);
   launch_carved(name, kernel, dim3(static_cast<unsigned>(blocks)), shared_bytes,
