@@ -21,5 +21,10 @@ __device__ inline float high_of(std::uint32_t pair) { return float_of(pair & 0xF
 __device__ inline bool is_finite_pair(std::uint32_t pair) {
   return (pair & 0x7F80u) != 0x7F80u && (pair & 0x7F800000u) != 0x7F800000u;
 }
+/// Whether all eight are.
+__device__ inline bool are_finite(const uint4& pairs) {
+  return is_finite_pair(pairs.x) && is_finite_pair(pairs.y) && is_finite_pair(pairs.z) &&
+         is_finite_pair(pairs.w);
+}
 
 }  // namespace lockstep

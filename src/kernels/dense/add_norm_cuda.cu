@@ -135,12 +135,6 @@ __device__ std::uint32_t norm_of(std::uint32_t value, float inverse, std::uint32
   return to_bf16_pair(__fmul_rn(low_of(normal), low_of(weight)),
                       __fmul_rn(high_of(normal), high_of(weight)));
 }
-__device__ bool is_bad(std::uint32_t pair) {
-  return (pair & 0x7F800000u) == 0x7F800000u || (pair & 0x7F80u) == 0x7F80u;
-}
-__device__ bool is_bad(const uint4& x) {
-  return is_bad(x.x) || is_bad(x.y) || is_bad(x.z) || is_bad(x.w);
-}
 __device__ uint4& eight_at(Bf16* row, int i) { return *reinterpret_cast<uint4*>(row + i); }
 __device__ const uint4& eight_at(const Bf16* row, int i) {
   return *reinterpret_cast<const uint4*>(row + i);
@@ -178,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint4 sum = {sum_of(a.x, b.x), sum_of(a.y, b.y), sum_of(a.z, b.z), sum_of(a.w, b.w)};
     eight_at(h, i) = sum;
     eight_at(own, i) = sum;
-    bad |= is_bad(sum);
+    bad |= !are_finite(sum);
   }
   if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {
     atomicMin(p.bad, static_cast<std::int32_t>(row));
@@ -194,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint4 out = {norm_of(value.x, inverse, weight.x), norm_of(value.y, inverse, weight.y),
                        norm_of(value.z, inverse, weight.z), norm_of(value.w, inverse, weight.w)};
     eight_at(y, i) = out;
-    bad |= is_bad(out);
+    bad |= !are_finite(out);
   }
   if (p.bad_y == nullptr) return;
   if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) {

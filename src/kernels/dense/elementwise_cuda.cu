@@ -23,10 +23,6 @@ struct RowParams {
   std::int32_t cols;
 };
 
-__device__ bool nonfinite_in(std::uint32_t pair) {
-  return (pair & 0x7F800000u) == 0x7F800000u || (pair & 0x7F80u) == 0x7F80u;
-}
-
 __device__ std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b) {
   return to_bf16_pair(__fadd_rn(low_of(a), low_of(b)), __fadd_rn(high_of(a), high_of(b)));
 }
@@ -49,8 +45,7 @@ __global__ void __launch_bounds__(kThreads) add_rows_kernel(const __grid_constan
                            sum_of_pairs(old.z, value.z), sum_of_pairs(old.w, value.w));
         *reinterpret_cast<uint4*>(h + i) = value;
       }
-      bad |= nonfinite_in(value.x) || nonfinite_in(value.y) || nonfinite_in(value.z) ||
-             nonfinite_in(value.w);
+      bad |= !are_finite(value);
     } else {
       Bf16 value = x[i];
       if (h != nullptr) {

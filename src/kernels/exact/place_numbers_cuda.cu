@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(kNumberThreads, 2)
         const std::int64_t at = first + (g + 8 * h) * kNumberCols + 32 * s + 8 * quad;
         if (at < 0) continue;
         *reinterpret_cast<uint4*>(item.to + at) = words[h];
-        if (!(is_finite_pair(words[h].x) && is_finite_pair(words[h].y) &&
-              is_finite_pair(words[h].z) && is_finite_pair(words[h].w))) {
+        if (!are_finite(words[h])) {
           look_at(item, at, x[h]);
         }
       }

@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < eights; i += step) {
     const uint4 x = __ldcs(from + i);
     to[i] = x;
-    if (!(is_finite_pair(x.x) && is_finite_pair(x.y) && is_finite_pair(x.z) &&
-          is_finite_pair(x.w))) {
+    if (!are_finite(x)) {
       atomicMin(bad, static_cast<std::int32_t>(i / of_row));
     }
   }
