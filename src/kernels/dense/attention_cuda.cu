@@ -85,11 +85,12 @@ __global__ void __launch_bounds__(kDim)
     combine_splits_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SplitWeights weights[2][kBatch];
-  cuda::take_turn();
   const std::int64_t row = blockIdx.x;
   const int head = static_cast<int>(blockIdx.y);
   const int thread = static_cast<int>(threadIdx.x);
+  // Older than attention_kernel, which has waited for it.
   const int splits = p.positions[row] / kSplitKeys + 1;
+  cuda::take_turn();
   const std::int64_t first = (row * p.heads + head) * p.splits;
   const SplitReader<kDim> reader(p.sums + first * kDim, splits, p.batches, shared);
   const auto* const tops = reinterpret_cast<const float2*>(p.tops) + first;
