@@ -309,6 +309,7 @@ int bench_main(int argc, char** argv) {
       if (list) std::printf("%s\n", entry.name);
       if (list || !asked) continue;
       if (bench == nullptr) bench = std::make_unique<Bench>(Device{Device::Kind::kCuda, 0});
+      trim_pool(0);  // of the entry before, which may have had most of it
       bench->heading(entry.name);
       entry.body(*bench);
     }
