@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "device/cuda/beside.h"
 #include "device/cuda/check.h"
 #include "device/memory.h"
 #include "kernels/exact/residual_row.h"
@@ -253,7 +254,15 @@ __device__ bool chooses(const Params& p, std::int64_t row, int group, float scor
   if constexpr (kStage == Stage::kEncode) {
     const auto units = static_cast<int>((p.rows + p.tile_rows - 1) / p.tile_rows * p.units);
     const auto own = static_cast<int>(row / p.tile_rows * p.units + g / p.together);
-    return is_chosen<kLanes>(p.sums, units, own, count_chosen(p.per_mille, units), lane);
+    const float* sums = p.sums;
+    if (units <= kMostUnits) {  // one trip to memory for all that is compared
+      for (int i = static_cast<int>(threadIdx.x); i < units; i += static_cast<int>(blockDim.x)) {
+        scores[i] = p.sums[i];
+      }
+      __syncthreads();
+      sums = scores;
+    }
+    return is_chosen<kLanes>(sums, units, own, count_chosen(p.per_mille, units), lane);
   }
   if (p.chosen != nullptr) return p.chosen[g * p.chosen_stride] != 0;
   if constexpr (kLanes == 1) {
@@ -279,6 +288,8 @@ __device__ bool chooses(const Params& p, std::int64_t row, int group, float scor
 template <Stage kStage, int kLanes>
 __global__ void __launch_bounds__(kMostThreads) residual_kernel(const __grid_constant__ Params p) {
   __shared__ float scores[kMostUnits];
+  // What is encoded is older than the sums, and read while they are made.
+  if constexpr (kStage != Stage::kEncode) cuda::take_turn();
   const std::int64_t row = blockIdx.x;
   const auto thread = static_cast<int>(threadIdx.x);
   const int group = thread / kLanes;
@@ -288,6 +299,7 @@ __global__ void __launch_bounds__(kMostThreads) residual_kernel(const __grid_con
   const int from = group < p.groups ? at : (p.groups - 1) * kGroup + at % kGroup;
   const Part<kLanes> part = residual_of<kLanes>(p, row, from, n);
   const bool finite = __syncthreads_and(part.finite) != 0;
+  if constexpr (kStage == Stage::kEncode) cuda::take_turn();
   if constexpr (kStage == Stage::kScore) {
     if (at % kGroup == 0 && group < p.groups) {
       p.scores[row * p.groups + group] = finite ? part.score : 0.0f;
@@ -302,12 +314,15 @@ __global__ void __launch_bounds__(kMostThreads) residual_kernel(const __grid_con
 }
 
 constexpr int kSumUnits = 32;
-constexpr int kSumThreads = 256;
+constexpr int kSumWarps = 8;
+constexpr int kSumThreads = kSumWarps * kSumUnits;
 
 /// The scores of 32 units of a tile in the order of their rows: all threads read, one warp adds.
 __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ Params p) {
-  constexpr int kRows = kSumThreads / kSumUnits * 16;  // read at a time
+  constexpr int kRows = kSumWarps * 32;  // read at a time
+  constexpr int kAtOnce = 16;            // are on their way to the sum
   __shared__ float scores[kRows][kSumUnits + 1];
+  cuda::take_turn();
   const int lane = static_cast<int>(threadIdx.x) % kSumUnits;
   const int unit = static_cast<int>(blockIdx.x) * kSumUnits + lane;
   const std::int64_t first = blockIdx.y * p.tile_rows;
@@ -315,20 +330,26 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant_
   float sum = 0.0f;
   for (std::int64_t top = first; top < end; top += kRows) {
     if (p.together == 1 && unit < p.units) {
+      // All are on their way before the first is stored, which the compiler would wait for.
+      float own[kRows / kSumWarps];
 #pragma unroll
-      for (int j = 0; j < kRows; j += kSumThreads / kSumUnits) {
-        const int r = j + static_cast<int>(threadIdx.x) / kSumUnits;
-        scores[r][lane] = top + r < end ? p.scores[(top + r) * p.groups + unit] : 0.0f;
+      for (int j = 0; j < kRows / kSumWarps; ++j) {
+        const int r = j * kSumWarps + static_cast<int>(threadIdx.x) / kSumUnits;
+        own[j] = top + r < end ? p.scores[(top + r) * p.groups + unit] : 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kRows / kSumWarps; ++j) {
+        scores[j * kSumWarps + static_cast<int>(threadIdx.x) / kSumUnits][lane] = own[j];
       }
     }
     __syncthreads();
     if (threadIdx.x < kSumUnits && unit < p.units) {
       const auto rows = static_cast<int>(min(std::int64_t{kRows}, end - top));
-      for (int r = 0; r < rows; ++r) {
-        if (p.together == 1) {
-          sum += scores[r][lane];
-          continue;
-        }
+      for (int r = 0; p.together == 1 && r < rows; r += kAtOnce) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum += scores[r + i][lane];  // 0 past the last row
+      }
+      for (int r = 0; p.together > 1 && r < rows; ++r) {
         for (int i = unit * p.together; i < (unit + 1) * p.together && i < p.groups; ++i) {
           sum += p.scores[(top + r) * p.groups + i];
         }
@@ -345,16 +366,20 @@ bool is_on(const void* data, std::int64_t stride, std::int64_t bytes) {
 }
 
 template <Stage kStage>
-void launch(const Params& p, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(p.rows);
+void launch(const Params& p, Stream stream) {
+  const dim3 rows(static_cast<unsigned>(p.rows));
+  const auto threads = [&](int lanes) {
+    return dim3(static_cast<unsigned>((lanes * p.groups + 31) / 32 * 32));
+  };
   // Four lanes a group make a step's few rows faster and many rows slower.
   constexpr std::int64_t kFewRows = 1024;
   if (4 * p.groups <= kMostThreads && p.rows <= kFewRows) {
-    residual_kernel<kStage, 4><<<rows, (4 * p.groups + 31) / 32 * 32, 0, stream>>>(p);
+    cuda::launch_beside("residual_kernel", residual_kernel<kStage, 4>, rows, threads(4), 0, stream,
+                        p);
   } else {
-    residual_kernel<kStage, 1><<<rows, (p.groups + 31) / 32 * 32, 0, stream>>>(p);
+    cuda::launch_beside("residual_kernel", residual_kernel<kStage, 1>, rows, threads(1), 0, stream,
+                        p);
   }
-  cuda::require_launch("residual_kernel");
 }
 
 Params params_of(const ResidualArgs& args) {
@@ -396,10 +421,9 @@ void residual_cuda(const ResidualArgs& args, Stream stream) {
                      kMostCols, " are possible"}));
   }
   const cuda::OnDevice scope(args.x.device.index);
-  const auto handle = cuda::stream_of(stream);
   Params p = params_of(args);
   const bool together = args.choice == ResidualChoice::kBatch;
-  if (!together || p.pattern == ResidualPattern::kTwoOfFour) return launch<Stage::kAll>(p, handle);
+  if (!together || p.pattern == ResidualPattern::kTwoOfFour) return launch<Stage::kAll>(p, stream);
   const std::int64_t needed = residual_workspace(args);
   Buffer own;
   p.scores = args.workspace.data;
@@ -408,12 +432,11 @@ void residual_cuda(const ResidualArgs& args, Stream stream) {
     p.scores = own.as<float>();
   }
   p.sums = p.scores + p.rows * p.groups;
-  launch<Stage::kScore>(p, handle);
+  launch<Stage::kScore>(p, stream);
   const auto tiles = static_cast<unsigned>((p.rows + p.tile_rows - 1) / p.tile_rows);
   const dim3 grid(static_cast<unsigned>((p.units + kSumUnits - 1) / kSumUnits), tiles);
-  sum_kernel<<<grid, kSumThreads, 0, handle>>>(p);
-  cuda::require_launch("sum_kernel");
-  launch<Stage::kEncode>(p, handle);
+  cuda::launch_beside("sum_kernel", sum_kernel, grid, dim3(kSumThreads), 0, stream, p);
+  launch<Stage::kEncode>(p, stream);
 }
 
 }  // namespace lockstep::kernels
