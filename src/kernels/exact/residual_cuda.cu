@@ -1,6 +1,6 @@
 /// Residual compensation on a CUDA device: a block of threads takes a row, and four lanes, or one,
 /// a group of sixteen channels, which stay in registers from the residual to the codes. Under one
-/// choice for all rows their scores are added up by a kernel in between.
+/// choice for all rows their scores are added up by kernels before it.
 #include <algorithm>
 
 #include "base/error.h"
@@ -313,51 +313,75 @@ __global__ void __launch_bounds__(kMostThreads) residual_kernel(const __grid_con
   }
 }
 
-constexpr int kSumUnits = 32;
-constexpr int kSumWarps = 8;
-constexpr int kSumThreads = kSumWarps * kSumUnits;
+/// By a warp.
+__device__ bool is_finite_row(const Params& p, std::int64_t row) {
+  const Bf16* const x = p.x + row * p.x_stride;
+  bool finite = true;
+#pragma unroll 8
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < p.groups * kGroup; i += 32) {
+    finite &= is_finite(x[i]);
+  }
+  return __all_sync(0xFFFFFFFFu, finite) != 0;
+}
 
-/// The scores of 32 units of a tile in the order of their rows: all threads read, one warp adds.
-__global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ Params p) {
-  constexpr int kRows = kSumWarps * 32;  // read at a time
-  constexpr int kAtOnce = 16;            // are on their way to the sum
-  __shared__ float scores[kRows][kSumUnits + 1];
+constexpr int kColumnRows = 256;  // at a time
+constexpr int kAddends = 16;      // that are on their way to a sum
+
+/// A group's scores of all rows, which one thread adds up in their order: so that a choice for the
+/// batch is made by this and the kernel that encodes.
+__global__ void __launch_bounds__(kColumnRows)
+    score_column_kernel(const __grid_constant__ Params p) {
+  __shared__ float scores[kColumnRows];
   cuda::take_turn();
-  const int lane = static_cast<int>(threadIdx.x) % kSumUnits;
-  const int unit = static_cast<int>(blockIdx.x) * kSumUnits + lane;
-  const std::int64_t first = blockIdx.y * p.tile_rows;
-  const std::int64_t end = min(first + p.tile_rows, p.rows);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const auto group = static_cast<int>(blockIdx.x);
   float sum = 0.0f;
-  for (std::int64_t top = first; top < end; top += kRows) {
-    if (p.together == 1 && unit < p.units) {
-      // All are on their way before the first is stored, which the compiler would wait for.
-      float own[kRows / kSumWarps];
-#pragma unroll
-      for (int j = 0; j < kRows / kSumWarps; ++j) {
-        const int r = j * kSumWarps + static_cast<int>(threadIdx.x) / kSumUnits;
-        own[j] = top + r < end ? p.scores[(top + r) * p.groups + unit] : 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kRows / kSumWarps; ++j) {
-        scores[j * kSumWarps + static_cast<int>(threadIdx.x) / kSumUnits][lane] = own[j];
-      }
+  for (std::int64_t first = 0; first < p.rows; first += kColumnRows) {
+    const std::int64_t row = first + thread;
+    float score = 0.0f;
+    bool doubtful = false;
+    if (row < p.rows) {
+      const std::int32_t n = exponent_of(p.global[row * p.global_stride]);
+      const Part<1> part = residual_of<1>(p, row, group * kGroup, n);
+      score = part.finite ? part.score : 0.0f;
+      doubtful = score > 0.0f && p.scales[row * p.scales_stride + group] == 0;
     }
+    // A row that is not finite counts nowhere, and has no scale anywhere.
+    for (unsigned left = __ballot_sync(0xFFFFFFFFu, doubtful); left != 0; left &= left - 1) {
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const bool finite = is_finite_row(p, first + thread / 32 * 32 + lane);
+      if (thread % 32 == lane && !finite) score = 0.0f;
+    }
+    scores[thread] = score;
     __syncthreads();
-    if (threadIdx.x < kSumUnits && unit < p.units) {
-      const auto rows = static_cast<int>(min(std::int64_t{kRows}, end - top));
-      for (int r = 0; p.together == 1 && r < rows; r += kAtOnce) {
+    if (thread == 0) {
+      const auto rows = static_cast<int>(min(std::int64_t{kColumnRows}, p.rows - first));
+      for (int r = 0; r < rows; r += kAddends) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) sum += scores[r + i][lane];  // 0 past the last row
-      }
-      for (int r = 0; p.together > 1 && r < rows; ++r) {
-        for (int i = unit * p.together; i < (unit + 1) * p.together && i < p.groups; ++i) {
-          sum += p.scores[(top + r) * p.groups + i];
-        }
+        for (int i = 0; i < kAddends; ++i) sum += scores[r + i];  // 0 past the last row
       }
     }
     __syncthreads();
   }
-  if (threadIdx.x < kSumUnits && unit < p.units) p.sums[blockIdx.y * p.units + unit] = sum;
+  if (thread == 0) p.sums[group] = sum;
+}
+
+constexpr int kSumUnits = 32;
+
+/// The scores of a tile's units of several groups, a thread each, in the order of rows and groups.
+__global__ void __launch_bounds__(kSumUnits) sum_kernel(const __grid_constant__ Params p) {
+  cuda::take_turn();
+  const auto unit = static_cast<int>(blockIdx.x * kSumUnits + threadIdx.x);
+  if (unit >= p.units) return;
+  const std::int64_t first = blockIdx.y * p.tile_rows;
+  const std::int64_t end = min(first + p.tile_rows, p.rows);
+  const int end_group = min((unit + 1) * p.together, p.groups);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (std::int64_t row = first; row < end; ++row) {
+    for (int i = unit * p.together; i < end_group; ++i) sum += p.scores[row * p.groups + i];
+  }
+  p.sums[blockIdx.y * p.units + unit] = sum;
 }
 
 bool is_on(const void* data, std::int64_t stride, std::int64_t bytes) {
@@ -432,10 +456,15 @@ void residual_cuda(const ResidualArgs& args, Stream stream) {
     p.scores = own.as<float>();
   }
   p.sums = p.scores + p.rows * p.groups;
-  launch<Stage::kScore>(p, stream);
-  const auto tiles = static_cast<unsigned>((p.rows + p.tile_rows - 1) / p.tile_rows);
-  const dim3 grid(static_cast<unsigned>((p.units + kSumUnits - 1) / kSumUnits), tiles);
-  cuda::launch_beside("sum_kernel", sum_kernel, grid, dim3(kSumThreads), 0, stream, p);
+  if (p.together == 1) {
+    cuda::launch_beside("score_column_kernel", score_column_kernel,
+                        dim3(static_cast<unsigned>(p.groups)), dim3(kColumnRows), 0, stream, p);
+  } else {
+    launch<Stage::kScore>(p, stream);
+    const auto tiles = static_cast<unsigned>((p.rows + p.tile_rows - 1) / p.tile_rows);
+    const dim3 grid(static_cast<unsigned>((p.units + kSumUnits - 1) / kSumUnits), tiles);
+    cuda::launch_beside("sum_kernel", sum_kernel, grid, dim3(kSumUnits), 0, stream, p);
+  }
   launch<Stage::kEncode>(p, stream);
 }
 

@@ -156,6 +156,19 @@ TEST_P(ResidualDevice, AnyStrideAndRowsThatAreNotFinite) {
   expect_the_definition(c, GetParam());
 }
 
+TEST_P(ResidualDevice, BlocksTooSmallForAScaleCountAndRowsThatAreNotFiniteDoNot) {
+  Case c = make_case(600, 256, 0, 256);
+  for (std::size_t row = 0; row < 600; row += 7) {
+    for (std::size_t i = row * 256 + 48; i < row * 256 + 64; ++i) {
+      c.x[i] = to_bf16(std::ldexp(to_float(c.x[i]), -24));
+    }
+  }
+  for (const std::size_t row : {5u, 7u, 263u, 599u}) {
+    c.x[row * 256 + 200] = to_bf16(std::numeric_limits<float>::infinity());
+  }
+  expect_the_definition(c, GetParam());
+}
+
 /// The dense second pass of an MXFP4 matrix and both sums with it, and NVFP4's.
 TEST_P(ResidualDevice, TheDensePassAndItsSumsAreTheDefinition) {
   const Device device = GetParam();
