@@ -410,7 +410,7 @@ inline Params params_of(const W4a4Args& args, std::int64_t items) {
   std::copy_n(kGroupCost, kItems / 2, p.group_cost);
   // Seen: as long as 72 chunks of a pair; more where a block has so little that it best has one.
   constexpr std::int64_t kFewItems = 16;
-  p.unit_cost = 8 * (items > kFewItems ? 72 : 120) / p.chunks + 2;
+  p.unit_cost = 8 * (items > kFewItems ? 72 : 160) / p.chunks + 2;
   if (most_groups(p) > (std::int64_t{1} << 31) / (p.cost(kItems) + p.unit_cost)) {
     std::fill_n(p.group_cost, kItems / 2, 1);  // costs are counted in 32 bits
     p.unit_cost = 0;
