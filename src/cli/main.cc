@@ -128,8 +128,9 @@ void add_doctor(CLI::App& app, Chosen& chosen) {
 
 void add_sft(CLI::App& app, Chosen& chosen) {
   const auto args = std::make_shared<SftArgs>();
-  auto* sub = verb(app, "sft", "teach a model by a task's worked solutions",
-                   "sft recipes/tiny_sft.toml --out runs/tiny");
+  auto* sub = verb(
+      app, "sft", "teach a model by a task's worked solutions, or go on where that was interrupted",
+      "sft recipes/tiny_sft.toml --out runs/tiny");
   add_recipe(sub, *args, true);
   add_text(sub, "--out", args->out,
            "the folder to write, none that another recipe wrote; default: runs/<recipe>");

@@ -8,6 +8,7 @@
 #include "cli/log.h"
 #include "cli/random_weights.h"
 #include "cli/session.h"
+#include "cli/unfinished.h"
 #include "cli/verbs.h"
 #include "model/json.h"
 #include "model/names.h"
@@ -76,12 +77,27 @@ double update(train::Trainer& trainer, const std::vector<Trajectory>& batch, Met
   return loss;
 }
 
-/// All updates; one line a step goes to `curve`. Returns the loss of the last steps.
+/// Of the last steps, as it is told.
+double smoothed(double before, double loss, std::int64_t step) {
+  return step == 0 ? loss : 0.95 * before + 0.05 * loss;
+}
+
+/// The updates that are left; one line a step goes to `curve_path`. Returns the loss of the last
+/// steps.
 double teach(const recipe::SftRecipe& r, const Policy& policy, const data::Task& task,
-             train::Trainer& trainer, std::ostream& curve) {
-  Progress progress("sft", r.steps);
+             const Unfinished& unfinished, train::Trainer& trainer,
+             const std::filesystem::path& curve_path) {
+  std::ofstream curve(curve_path);
+  if (!(curve << unfinished.curve() << std::flush)) {
+    throw Usage(cat({"cannot write ", curve_path.string(), "; name another folder with --out"}));
+  }
   double smooth = 0, began = seconds();
-  for (std::int64_t step = 0; step < r.steps; ++step) {
+  const auto done = std::ssize(unfinished.losses());
+  for (std::int64_t step = 0; step < done; ++step) {
+    smooth = smoothed(smooth, unfinished.losses()[static_cast<std::size_t>(step)], step);
+  }
+  Progress progress("sft", r.steps);
+  for (std::int64_t step = done; step < r.steps; ++step) {
     std::vector<Trajectory> batch;
     for (const data::Prompt& prompt : task.prompts(step, r.batch)) {
       batch.push_back(example(prompt, policy));
@@ -92,18 +108,22 @@ double teach(const recipe::SftRecipe& r, const Policy& policy, const data::Task&
       throw Error(cat({"the loss of step ", step + 1, " is no number; lower trainer.lr, which is ",
                        r.trainer.lr}));
     }
-    smooth = step == 0 ? loss : 0.95 * smooth + 0.05 * loss;
+    smooth = smoothed(smooth, loss, step);
     const double now = seconds();
     metrics["timing_s/step"] = now - began;
     began = now;
     if (!(curve << step::metrics_line(step + 1, metrics) << std::flush)) {
       throw Error(cat({"the curve of step ", step + 1,
-                       " cannot be written; make room on the disk, and begin anew"}));
+                       " cannot be written; make room on the disk, and give the same command"}));
     }
     progress.at(step + 1, cat({"loss ", std::round(smooth * 1e4) / 1e4}));
     if ((step + 1) % 50 == 0 || step + 1 == r.steps) {
       info(cat({"step ", step + 1, "/", r.steps, "  loss ", std::round(smooth * 1e4) / 1e4, "  ",
                 std::round(metrics["train/tokens"] / metrics["timing_s/step"]), " tokens/s"}));
+    }
+    if (r.save_every > 0 && (step + 1) % r.save_every == 0 && step + 1 < r.steps) {
+      unfinished.save(trainer, value_or_throw(read_text(curve_path)));
+      on_interrupt_say(cat({"the same command goes on from step ", step + 2}));
     }
   }
   return smooth;
@@ -127,15 +147,7 @@ void require_ours(const std::filesystem::path& out, const recipe::SftRecipe& r) 
     throw Usage(cat({out.string(), " is not empty and was not written by sft (it has no sft.toml);",
                      " name another folder with --out"}));
   }
-  const std::string before = value_or_throw(read_text(out / "sft.toml"));
-  // A newline before each of them, to find a key at its beginning.
-  std::string different =
-      '\n' + recipe::differences(before, recipe::resolved(r), (out / "sft.toml").string());
-  const std::size_t device = different.find("\ndevice: ");
-  if (device != std::string::npos && r.device == recipe::kAutoDevice) {
-    different.erase(device, different.find('\n', device + 1) - device);  // it is chosen anew
-  }
-  different = recipe::in_one_line(different.substr(1));
+  const std::string different = differs_from(out / "sft.toml", r);
   if (different.empty()) return;
   throw Usage(cat({out.string(), " holds a model of another recipe (before / now: ", different,
                    "); name another folder with --out, or delete that one"}));
@@ -168,7 +180,10 @@ int sft(const SftArgs& args) {
   settle_device(r, budget);
   const Device device = recipe::ready_device(r.device, budget);
   require_memory(budget, device);
-  require_room(out, bytes, "the model takes", "or name another folder with --out");
+  // Of what an interrupted run goes on from, the old and the new: weights and two moments in FP32.
+  const std::int64_t state = r.save_every > 0 && r.save_every < r.steps ? 24 * parameters : 0;
+  require_room(out, bytes + state, "the model and what an interrupted run goes on from take",
+               "name another folder with --out, or set save_every to 0");
   const std::unique_ptr<data::Task> task = make_task(r.task, policy, r.max_new_tokens, true);
   const std::unique_ptr<Comm> comm = Comm::single();
   const Agreement agreement = {
@@ -178,17 +193,20 @@ int sft(const SftArgs& args) {
   const RandomWeights fresh(policy.config, r.init_std, r.seed);
   const WeightSource& start = r.fresh ? static_cast<const WeightSource&>(fresh) : *policy.weights;
   load(start, trainer.initial_weights());
+  const Unfinished unfinished(out, r);
+  const auto done = std::ssize(unfinished.losses());
+  if (done > 0) {
+    unfinished.load(trainer);
+    info(cat({"going on from step ", done + 1, " of ", out.string(), ".unfinished"}));
+  }
 
   // The curve grows as training goes on, beside the folder that appears whole when it has ended.
   make_folder(std::filesystem::absolute(out).parent_path(), "the folder of --out,", "name another");
   const std::filesystem::path curve_path = out.string() + ".loss.jsonl";
-  std::ofstream curve(curve_path);
-  if (!curve)
-    throw Usage(cat({"cannot write ", curve_path.string(), "; name another folder with --out"}));
   const GoneOnInterrupt gone(curve_path.string());
-  on_interrupt_say("nothing is kept before the model is whole: the same command begins at step 1");
-  const double loss = teach(r, policy, *task, trainer, curve);
-  curve.close();
+  on_interrupt_say(done > 0 ? cat({"the same command goes on from step ", done + 1})
+                            : "nothing is kept yet: the same command begins at step 1");
+  const double loss = teach(r, policy, *task, unfinished, trainer, curve_path);
 
   // Recipe and curve come into the folder with the weights: without them it is nobody's.
   CheckpointWriter writer(out, policy.config,
@@ -197,6 +215,7 @@ int sft(const SftArgs& args) {
                                      {"loss.jsonl", value_or_throw(read_text(curve_path))}}});
   sync::refit(trainer.weights(), writer, agreement.contract, WeightVersion{r.steps});
   std::filesystem::remove(curve_path);
+  unfinished.remove();
   info(cat({"wrote ", out.string(), ": loss ", std::round(loss * 1e4) / 1e4, " after ",
             std::round(seconds() - began), " s"}));
   on_interrupt_say("the model is written, its pass rate is not known");

@@ -341,6 +341,8 @@ std::vector<Key> keys(SftRecipe& r) {
       {"seed", &r.seed, "of new weights", 0, kMostLong},
       {"steps", &r.steps, "updates", 1, kMostInt},
       {"batch", &r.batch, "worked solutions a step", 1, 1 << 20},
+      {"save_every", &r.save_every,
+       "steps between what an interrupted run goes on from; 0: it begins anew", 0, kMostInt},
       {"eval_prompts", &r.eval_prompts, "for the pass rate at the end; 0: none", 0, 1 << 20},
       {"max_new_tokens", &r.max_new_tokens, "of their answers", 1, kMostInt},
   };

@@ -61,6 +61,7 @@ struct SftRecipe {
   std::int64_t steps = 1000;
   std::int32_t batch = 64;  // solutions a step
   std::uint64_t seed = 0;
+  std::int64_t save_every = 100;  // steps; 0: nothing before the end
   std::int32_t eval_prompts = 256;
   std::int32_t max_new_tokens = 128;
 };
