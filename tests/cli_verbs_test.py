@@ -487,6 +487,7 @@ def test_a_path_of_another_kind_is_the_callers_fault(tmp_path):
             named=["task.file", "name a file"])
     refused("eval", model, f"task.file={tmp_path}", rc=2, named=["task.file", "name the task jsonl"])
     refused("diff", weights, weights, rc=2, named=[weights, "no tensor of a dump"])
+    refused("inspect", model, "--span", 0, rc=2, named=["--span", model])
     refused("sft", ROOT / "recipes/demo.toml", rc=2, named="run ./lockstep train")
     refused("sft", ROOT / "recipes/compare_tiny.toml", rc=2, named="run ./lockstep compare")
     file = tmp_path / "file"

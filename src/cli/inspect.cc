@@ -135,6 +135,11 @@ int inspect(const InspectArgs& args) {
   if (args.span.empty() && (!args.place.empty() || args.position >= 0)) {
     throw Usage("--place and --position choose rows of a span; name it with --span");
   }
+  const bool of_weights = path.extension() == ".safetensors" || fs::exists(path / "config.json");
+  if (of_weights && !args.span.empty()) {
+    throw Usage(cat({"--span is '", args.span, "', and ", path.string(),
+                     " holds weights; spans are of a run or of its trace"}));
+  }
   if (!fs::is_directory(path)) {
     if (begins_as_segment(path) || path.extension() == ".segment") {
       inspect_trace(path, args);

@@ -29,6 +29,10 @@ std::string differs_from(const std::filesystem::path& file, const recipe::SftRec
 Unfinished::Unfinished(const std::filesystem::path& out, const recipe::SftRecipe& recipe)
     : folder_(out.string() + ".unfinished"), recipe_(recipe::resolved(recipe)) {
   if (!std::filesystem::exists(folder_)) return;
+  if (!std::filesystem::exists(folder_ / "sft.toml")) {
+    throw Usage(cat({folder_.string(), " is nothing that an interrupted run left (it has no ",
+                     "sft.toml); name another folder with --out, or delete that one"}));
+  }
   const std::string different = differs_from(folder_ / "sft.toml", recipe);
   if (!different.empty()) {
     throw Usage(cat({folder_.string(), " is of another recipe that was interrupted (before / now: ",

@@ -72,6 +72,8 @@ def test_a_damaged_unfinished_run_is_named(tmp_path):
         assert f"delete {unfinished} to begin at step 1" in said.splitlines()[-1]
         file.write_bytes(kept)
     assert not out.exists()
+    (unfinished / "sft.toml").unlink()
+    assert f"{unfinished} is nothing that" in finished(teach(out, "steps=40"), 2)
 
 
 def test_first_steps_are_those_of_the_curve(tmp_path):
