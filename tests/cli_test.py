@@ -156,6 +156,24 @@ def test_a_path_that_is_not_there_is_status_2_in_every_verb(tmp_path, args):
     assert done.stderr.count("error: ") == 1 and not list(tmp_path.iterdir()), done.stderr
 
 
+@pytest.mark.parametrize("args, words", [
+    (["dump", MODEL, "--score", ROOT, "--out", "d"], ["--score", "folder"]),
+    (["diff", MODEL, MODEL], ["is no tensor of a dump"]),
+    (["sft", ROOT / "recipes/compare_tiny.toml"], ["run ./lockstep compare", "compare_tiny.toml"]),
+    (["compare", ROOT / "recipes/tiny_sft.toml"], ["run ./lockstep sft"]),
+    (["inspect", MODEL, "--span", "1"], ["--span is 1", "holds weights"]),
+])
+def test_what_is_of_another_kind_is_status_2(tmp_path, args, words):
+    refused(lockstep(*args, cwd=tmp_path), 2, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_without_weights_is_status_2(model):
+    (model / "model.safetensors").unlink()
+    for verb in ("verify", "eval", "inspect"):
+        refused(lockstep(verb, model), 2, str(model), "name a Hugging Face directory that has weights")
+
+
 def test_usage_is_status_2():
     refused(lockstep("conquer"), 2, "conquer", "--help")
     refused(lockstep("trian"), 2, "trian", "did you mean train?")

@@ -261,16 +261,16 @@ def test_a_damaged_checkpoint_is_named(copy):
     weights = copy / "model.safetensors"
     whole = weights.read_bytes()
 
-    def every_verb_refuses(named):
+    def every_verb_refuses(named, rc=1):
         for verb in (("inspect", copy), ("rollout", SHORT, "--model", copy), ("eval", copy, SHORT)):
-            refused(*verb, rc=1, named=named)
+            refused(*verb, rc=rc, named=named)
 
     weights.write_bytes(whole[:-1000])
     every_verb_refuses("model.safetensors")
     weights.write_bytes(struct.pack("<Q", 2**63) + whole[8:])
     every_verb_refuses(["model.safetensors", str(2**63)])
     weights.unlink()
-    every_verb_refuses(str(copy))
+    every_verb_refuses(str(copy), rc=2)
     weights.write_bytes(whole)
 
     def shape(header):

@@ -64,6 +64,8 @@ def test_R65_killed_comparison_goes_on(tmp_path):
     whole = run(compare(tmp_path / "a"))
     assert whole.returncode == 0, whole.stderr
 
+    assert "100.0 ±0 %" in whole.stdout  # what all seeds have alike
+
     # Killed once a run of the second seed has begun; by then two are complete.
     part = tmp_path / "b/run/naive/seed_2/metrics.jsonl"
     process = subprocess.Popen(list(map(str, compare(tmp_path / "b"))), env=ENV,

@@ -385,8 +385,9 @@ int show(const recipe::Comparison& comparison, const std::vector<Cell>& cells,
 int compare(const CompareArgs& args) {
   const double began = seconds();
   const recipe::Comparison comparison = of_the_caller([&] {
-    return recipe::read_comparison(recipe::find(args.recipe, "the recipe"), args.assignments,
-                                   args.arms, args.seeds);
+    const fs::path file = recipe::find(args.recipe, "the recipe");
+    require_not_sft(file, args.recipe);
+    return recipe::read_comparison(file, args.assignments, args.arms, args.seeds);
   });
   const fs::path root = run_folder(args.run.empty() ? stem(args.recipe) : args.run);
   std::vector<Cell> cells = cells_of(comparison, root);

@@ -1,9 +1,10 @@
 // Each line says what there is; what is missing is said last, and is the exit status.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
-#include <limits>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "base/build.h"
@@ -18,6 +19,7 @@
 #include "device/memory.h"
 #include "recipe/compare.h"
 #include "store/store.h"
+#include "sync/refit.h"
 #include "train/trainer.h"
 
 namespace lockstep::cli {
@@ -134,12 +136,39 @@ std::string fits(recipe::Recipe recipe, std::vector<std::string>& row) {
   return cat({"needs ", bytes_text(b.checkpoints), " of disk, ", bytes_text(free), " are free"});
 }
 
-/// Seconds that a step takes, from a part of one: answers, and their way through the trainer. The
-/// first time allocates what the others find, and what else the machine does only adds to a time:
-/// so the least of three, or the first where that is long.
-double time_step(const recipe::Recipe& recipe, const Subject& subject) {
-  const std::int32_t whole = recipe.schedule.prompts_per_step;
-  const std::int32_t part = std::max(1, whole / 4);
+/// What steps took here.
+struct StepTimes {
+  double least = INFINITY, most = 0;
+  int steps = 0;
+  std::int32_t prompts = 0;  // of each: a part of a step where whole ones take long
+};
+
+/// Those answers that an update takes: of groups whose rewards differ, or with a KL term all.
+std::vector<Trajectory> that_move(std::vector<Trajectory> answers,
+                                  const std::vector<data::Prompt>& prompts,
+                                  const Subject& subject) {
+  if (subject.arm.rl.kl_weight > 0) return answers;
+  const std::size_t samples = answers.size() / prompts.size();
+  std::vector<Trajectory> moving;
+  for (std::size_t p = 0; p < prompts.size(); ++p) {
+    const auto group = std::span(answers).subspan(p * samples, samples);
+    std::set<float> rewards;
+    for (const Trajectory& t : group) {
+      const auto response = std::span(t.tokens).subspan(prompts[p].tokens.size());
+      rewards.insert(subject.task->reward(prompts[p], response));
+    }
+    if (rewards.size() > 1) std::move(group.begin(), group.end(), std::back_inserter(moving));
+  }
+  return moving;
+}
+
+/// Steps as a run has them: answers, the trainer's log-probs and updates, the
+/// sync. The first is not counted: caches are cold, and memory is taken.
+StepTimes time_steps(const recipe::Recipe& recipe, const Subject& subject) {
+  constexpr int kSteps = 5;
+  constexpr double kPatience = 20;  // seconds
+  const auto& schedule = recipe.schedule;
+  const std::int32_t whole = schedule.prompts_per_step;
   const std::unique_ptr<Comm> comm = Comm::single();
   store::Options options = recipe.store;
   options.folder.clear();
@@ -148,36 +177,65 @@ double time_step(const recipe::Recipe& recipe, const Subject& subject) {
   load(subject, engine);
   train::Trainer trainer(subject.agreement, subject.arm.qat, recipe.trainer, subject.device, *comm);
   load(*subject.policy.weights, trainer.initial_weights());
-  const std::vector<data::Prompt> prompts = subject.task->prompts(0, part);
 
-  constexpr int kTimes = 3;
-  constexpr double kLong = 20;  // seconds
-  double least = std::numeric_limits<double>::infinity();
-  for (int time = 0; time < kTimes && (time == 0 || least < kLong); ++time) {
+  const auto step = [&](std::int64_t number, std::int32_t prompts) {
     const double began = seconds();
-    const std::vector<Trajectory> answers =
-        answer(engine, prompts, recipe.schedule.samples_per_prompt, recipe.schedule.sampling,
-               recipe.schedule.seed + static_cast<std::uint64_t>(time));
-    for (std::int32_t u = 0; u < recipe.schedule.updates_per_step; ++u) {
+    const std::vector<data::Prompt> asked = subject.task->prompts(number, prompts);
+    const std::vector<Trajectory> answers = that_move(
+        answer(engine, asked, schedule.samples_per_prompt, schedule.sampling, schedule.seed), asked,
+        subject);
+    engine.rest(trainer.may_take());
+    if (!answers.empty()) {  // schedule.updates share them out
+      if (!subject.arm.rl.bypass) trainer.logprobs(answers, &store);
       trainer.accumulate(answers, &store,
                          [](std::size_t, std::span<const float>, std::span<float>) { return 0.0; });
     }
-    least = std::min(least, seconds() - began);
+    trainer.rest(engine.owed());
+    std::vector<SpanId> spans;
+    for (const Span& span : store.spans()) spans.push_back(span.id);
+    store.release(spans);
+    sync::refit(trainer.weights(), engine.weights(), subject.agreement.contract,
+                WeightVersion{number + 1});
+    return seconds() - began;
+  };
+  const std::int32_t part = std::max(1, whole / 4);
+  const double first = step(0, part) * whole / part;
+  StepTimes times = {.prompts = first * kSteps <= kPatience ? whole : part};
+  for (double spent = 0; times.steps < kSteps && (times.steps == 0 || spent < kPatience);
+       ++times.steps) {
+    const double took = step(times.steps + 1, times.prompts);
+    spent += took;
+    const double of_whole = took * whole / times.prompts;
+    times.least = std::min(times.least, of_whole);
+    times.most = std::max(times.most, of_whole);
   }
-  return least * whole / part;
+  return times;
+}
+
+/// "12 to 15 s"; one number where both round to it.
+std::string range(double least, double most, int digits) {
+  const std::string a = fixed(least, digits), b = fixed(most, digits);
+  return (a == b ? a : a + " to " + b) + " s";
 }
 
 void look_at_time(Doctor& doctor, const std::string& file, const recipe::Recipe& recipe,
                   bool is_demo) {
   const Subject subject = open_subject(file, {}, "", true);
-  const double step = time_step(recipe, subject);
-  const double run = step * static_cast<double>(recipe.schedule.steps);
+  const StepTimes t = time_steps(recipe, subject);
+  const auto steps = static_cast<double>(recipe.schedule.steps);
+  const auto run = [&](double times) {
+    return range(t.least * steps * times, t.most * steps * times, 0);
+  };
+  const std::int32_t whole = recipe.schedule.prompts_per_step;
   doctor.say(
       "time",
-      cat({"a step of ", file, " takes about ", fixed(step, 2), " s here, its ",
-           recipe.schedule.steps, " steps ", fixed(run, 0), " s",
-           is_demo ? cat({"; the demo's ", kDemoArms, " arms about ", fixed(run * kDemoArms, 0),
-                          " s, and trace_mod4 where the time allows"})
+      cat({"a step of ", file, " takes ", range(t.least, t.most, 2), " here (",
+           t.prompts == whole ? std::string() : cat({t.prompts, " of ", whole, " prompts of "}),
+           counted(static_cast<std::size_t>(t.steps), "step"),
+           " measured after a warm one; other work here slows them); its ", recipe.schedule.steps,
+           " steps ", run(1), ", without evaluations and checkpoints",
+           is_demo ? cat({"; the demo's ", kDemoArms, " arms ", run(kDemoArms),
+                          ", and trace_mod4 where the time allows"})
                    : std::string()}));
 }
 

@@ -34,7 +34,8 @@ std::string written(double value, const Style& style) {
   return text.data();
 }
 
-std::string text_of(const Spread& spread, const Style& style) {
+/// Of a figure that fewer than all `seeds` have, how many do stands behind it.
+std::string text_of(const Spread& spread, const Style& style, std::size_t seeds = 1) {
   if (!std::isfinite(spread.mean)) return "-";
   // What would read as 0 is written in powers of ten.
   const auto tiny = [&](double value) {
@@ -43,11 +44,15 @@ std::string text_of(const Spread& spread, const Style& style) {
   const Style powers = {.exponent = true};
   const bool small = style.factor == 1 && tiny(spread.mean);
   std::string text = written(spread.mean, small ? powers : style);
-  if (std::isfinite(spread.deviation)) {
+  if (spread.deviation == 0) {
+    text += " ±0";
+  } else if (std::isfinite(spread.deviation)) {
     text += " ±" + written(spread.deviation,
                            small || (style.factor == 1 && tiny(spread.deviation)) ? powers : style);
   }
-  return text + style.unit;
+  text += style.unit;
+  if (spread.seeds < seeds) text += cat({" (", counted(spread.seeds, "seed"), ")"});
+  return text;
 }
 
 std::string first_to_last(const Spread& first, const Spread& last, int digits) {
@@ -134,7 +139,7 @@ ArmFigures figures_of(const std::string& arm, const std::vector<RunData>& runs, 
           .seeds = seeds,
           .reward_first = of(rewards, Over::kFirst),
           .reward_last = of(rewards, Over::kLast),
-          .eval = judged.empty() ? Spread{NAN, NAN} : of(judged, Over::kLatest),
+          .eval = judged.empty() ? Spread{NAN, NAN, 0} : of(judged, Over::kLatest),
           .gap_first = of(gap, Over::kFirst),
           .gap_last = of(gap, Over::kLast),
           .gap_median = of(gap + "/median", Over::kLast),
@@ -178,14 +183,16 @@ std::string comparison_table(const std::vector<ArmFigures>& arms) {
   std::vector<std::vector<std::string>> more = {
       {"arm", "median |dlogp|", "max", "flips", "covered", "bytes a token", "tokens/s"}};
   for (const ArmFigures& a : arms) {
-    const std::string times = text_of(a.gap_growth, growth);
-    outcome.push_back({a.arm, text_of(a.reward_last, fraction), text_of(a.eval, fraction),
-                       text_of(a.gap_last, gap), times == "-" ? times : "x" + times,
-                       text_of(a.p99_last, fraction),
+    const auto text = [&](const Spread& spread, const Style& style) {
+      return text_of(spread, style, a.seeds.size());
+    };
+    const std::string times = text(a.gap_growth, growth);
+    outcome.push_back({a.arm, text(a.reward_last, fraction), text(a.eval, fraction),
+                       text(a.gap_last, gap), times == "-" ? times : "x" + times,
+                       text(a.p99_last, fraction),
                        a.stops.empty() ? a.verdict.substr(0, a.verdict.find(':')) : "stopped"});
-    more.push_back({a.arm, text_of(a.gap_median, {.exponent = true}),
-                    text_of(a.gap_max, {.digits = 2}), text_of(a.flips, percent),
-                    text_of(a.covered, percent), fixed(a.bytes.mean, 1),
+    more.push_back({a.arm, text(a.gap_median, {.exponent = true}), text(a.gap_max, {.digits = 2}),
+                    text(a.flips, percent), text(a.covered, percent), fixed(a.bytes.mean, 1),
                     fixed(a.tokens_per_s.mean, 0)});
   }
   return columns(outcome) + "\n" + columns(more);

@@ -82,8 +82,9 @@ void inspect_run(const fs::path& folder, const InspectArgs& args) {
   for (const std::int64_t step : steps) text += cat({" step_", step});
   text += steps.empty() ? " none\n" : "\n";
   print(text);
-  if (fs::is_directory(folder / "trace")) inspect_trace(folder / "trace", args);
   if (!last.empty() && args.span.empty()) print("last metrics:\n" + metric_table(last));
+  // At last, for it throws where records are damaged.
+  if (fs::is_directory(folder / "trace")) inspect_trace(folder / "trace", args);
 }
 
 /// Is it the directory of a run?
@@ -99,6 +100,14 @@ std::vector<fs::path> folders_in(const fs::path& folder) {
   }
   std::sort(found.begin(), found.end());
   return found;
+}
+
+/// Refuses --span where there are no records.
+void require_no_span(const fs::path& path, const InspectArgs& args) {
+  if (args.span.empty()) return;
+  throw Usage(cat({"--span is ", args.span, ", and ", path.string(),
+                   " holds weights, not records; name a run, a folder of segments or a segment, or "
+                   "leave --span out"}));
 }
 
 }  // namespace
@@ -144,6 +153,7 @@ int inspect(const InspectArgs& args) {
     if (begins_as_segment(path) || path.extension() == ".segment") {
       inspect_trace(path, args);
     } else if (path.extension() == ".safetensors") {
+      require_no_span(path, args);
       inspect_safetensors(path);
     } else {
       throw Usage(cat({path.string(),
@@ -151,6 +161,7 @@ int inspect(const InspectArgs& args) {
                        "checkpoints, run directories and folders of segments"}));
     }
   } else if (fs::exists(path / "config.json")) {
+    require_no_span(path, args);
     inspect_checkpoint(path, args);
   } else if (fs::exists(path / "metrics.jsonl") || fs::exists(path / "recipe.toml")) {
     inspect_run(path, args);

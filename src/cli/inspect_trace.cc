@@ -321,8 +321,8 @@ void inspect_trace(const fs::path& path, const InspectArgs& args) {
   }
   const Wanted wanted = parse_span(args.span);
   if (trace.segments.empty()) {  // a file that was one says why it is none
-    throw Error(trace.foreign.empty() ? cat({path.string(), " has ", kNoSegments})
-                                      : trace.foreign.front());
+    if (trace.foreign.empty()) throw Usage(cat({path.string(), " has ", kNoSegments}));
+    throw Error(trace.foreign.front());
   }
   std::string text;
   for (const OpenSegment& segment : trace.segments) {

@@ -91,14 +91,17 @@ std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Po
   return data::make_task(own, policy.folder);
 }
 
+void require_not_sft(const std::filesystem::path& file, const std::string& name) {
+  if (!recipe::is_sft(file)) return;
+  throw Usage(
+      cat({name, " is a recipe for sft, not for training by rewards; run ./lockstep sft ", name}));
+}
+
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments) {
   return of_the_caller([&] {
     if (file.empty()) return recipe::parse_recipe("", "defaults", assignments);
     const std::filesystem::path path = recipe::find(file, "the recipe");
-    if (recipe::is_sft(path)) {
-      throw Usage(cat(
-          {file, " is a recipe for sft, not for training by rewards; run ./lockstep sft ", file}));
-    }
+    require_not_sft(path, file);
     return recipe::read_recipe(path, assignments);
   });
 }

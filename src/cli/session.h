@@ -45,6 +45,9 @@ void load(const WeightSource& from, WeightSink& to);
 std::unique_ptr<data::Task> make_task(const data::TaskOptions& options, const Policy& policy,
                                       std::int32_t max_new_tokens, bool need_response = false);
 
+/// Refuses a recipe that sft alone can read, as the caller has named it. Throws Usage.
+void require_not_sft(const std::filesystem::path& file, const std::string& name);
+
 /// The recipe of a file, or all defaults where it is empty. What it says wrong is Usage.
 recipe::Recipe load_recipe(const std::string& file, const std::vector<std::string>& assignments);
 

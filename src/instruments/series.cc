@@ -72,10 +72,10 @@ Spread spread(const std::vector<double>& of_seeds) {
     if (std::isfinite(value)) values.push_back(value);
   }
   const double middle = mean(values);
-  if (values.size() < 2) return {middle, kNaN};
+  if (values.size() < 2) return {middle, kNaN, values.size()};
   double sum = 0;
   for (const double value : values) sum += (value - middle) * (value - middle);
-  return {middle, std::sqrt(sum / static_cast<double>(values.size() - 1))};
+  return {middle, std::sqrt(sum / static_cast<double>(values.size() - 1)), values.size()};
 }
 
 double figure_of(std::vector<double> values, Over over) {

@@ -41,8 +41,9 @@ Grid grid(const ArmRuns& arm, const std::string& metric, std::size_t most);
 
 /// A figure over seeds.
 struct Spread {
-  double mean;       // NaN: not measured
-  double deviation;  // of a sample; NaN for fewer than two seeds
+  double mean;        // NaN: not measured
+  double deviation;   // of a sample; NaN for fewer than two seeds
+  std::size_t seeds;  // that have it
 };
 
 enum class Over { kFirst, kLast, kAll, kLatest, kMost, kMostOfLast };

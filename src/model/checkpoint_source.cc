@@ -40,9 +40,9 @@ std::vector<Safetensors> open_shards(const std::filesystem::path& folder) {
     return {value_or_throw(Safetensors::open(one))};
   }
   if (!has_index) {
-    throw Error(cat({folder.string(),
-                     ": has neither model.safetensors nor "
-                     "model.safetensors.index.json; a Hugging Face directory is expected"}));
+    throw Usage(cat({folder.string(),
+                     ": has neither model.safetensors nor model.safetensors.index.json; name a "
+                     "Hugging Face directory that has weights"}));
   }
   const json root = value_or_throw(read_json(index));
   const auto map = root.is_object() ? root.find("weight_map") : root.end();

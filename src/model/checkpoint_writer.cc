@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/crc32c.h"
+#include "base/folder.h"
 #include "base/text.h"
 #include "model/checkpoint.h"
 #include "model/config_json.h"
@@ -155,8 +156,7 @@ CheckpointWriter::~CheckpointWriter() {
 void CheckpointWriter::Impl::open() {
   std::error_code failed;
   fs::remove_all(stage, failed);
-  fs::create_directories(stage, failed);
-  if (failed) throw Error(cat({stage.string(), ": cannot make: ", failed.message()}));
+  make_folder(stage, "the checkpoint's folder", "name a place that you may write");
   there.clear();
   files.clear();
   files.reserve(shards.size());

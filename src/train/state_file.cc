@@ -117,7 +117,8 @@ void write_state(const std::filesystem::path& file, const Parameters& parameters
       out.close();
       std::error_code ignored;
       std::filesystem::remove(beside, ignored);
-      throw Error("cannot write " + file.string() + ": is there room on the disk?");
+      throw Error("cannot write " + file.string() +
+                  ": is there room on the disk, and may you write there?");
     }
   }
   std::filesystem::rename(beside, file);
