@@ -161,7 +161,6 @@ def test_a_path_that_is_not_there_is_status_2_in_every_verb(tmp_path, args):
     (["diff", MODEL, MODEL], ["is no tensor of a dump"]),
     (["sft", ROOT / "recipes/compare_tiny.toml"], ["run ./lockstep compare", "compare_tiny.toml"]),
     (["compare", ROOT / "recipes/tiny_sft.toml"], ["run ./lockstep sft"]),
-    (["inspect", MODEL, "--span", "1"], ["--span is 1", "holds weights"]),
 ])
 def test_what_is_of_another_kind_is_status_2(tmp_path, args, words):
     refused(lockstep(*args, cwd=tmp_path), 2, *words)

@@ -102,14 +102,6 @@ std::vector<fs::path> folders_in(const fs::path& folder) {
   return found;
 }
 
-/// Refuses --span where there are no records.
-void require_no_span(const fs::path& path, const InspectArgs& args) {
-  if (args.span.empty()) return;
-  throw Usage(cat({"--span is ", args.span, ", and ", path.string(),
-                   " holds weights, not records; name a run, a folder of segments or a segment, or "
-                   "leave --span out"}));
-}
-
 }  // namespace
 
 std::string runs_inside(const fs::path& folder) {
@@ -153,7 +145,6 @@ int inspect(const InspectArgs& args) {
     if (begins_as_segment(path) || path.extension() == ".segment") {
       inspect_trace(path, args);
     } else if (path.extension() == ".safetensors") {
-      require_no_span(path, args);
       inspect_safetensors(path);
     } else {
       throw Usage(cat({path.string(),
@@ -161,7 +152,6 @@ int inspect(const InspectArgs& args) {
                        "checkpoints, run directories and folders of segments"}));
     }
   } else if (fs::exists(path / "config.json")) {
-    require_no_span(path, args);
     inspect_checkpoint(path, args);
   } else if (fs::exists(path / "metrics.jsonl") || fs::exists(path / "recipe.toml")) {
     inspect_run(path, args);
