@@ -490,6 +490,8 @@ def test_a_path_of_another_kind_is_the_callers_fault(tmp_path):
     refused("inspect", model, "--span", 0, rc=2, named=["--span", model])
     refused("sft", ROOT / "recipes/demo.toml", rc=2, named="run ./lockstep train")
     refused("sft", ROOT / "recipes/compare_tiny.toml", rc=2, named="run ./lockstep compare")
+    for arms in ("bf16,,naive", "", "bf16,"):
+        refused("compare", ROOT / "recipes/compare_tiny.toml", "--arms", arms, rc=2, named=f"'{arms}'")
     file = tmp_path / "file"
     file.write_text("")
     below = file / "x"

@@ -48,11 +48,12 @@ def test_report_lies_in_the_runs_folder(runs, tmp_path):
 
 
 def test_a_report_of_several_lies_in_the_folder_that_holds_them(runs, tmp_path):
-    for some in (["naive", "trace"], ["naive/seed_1", "trace/seed_2"]):
+    for some, page in ((["naive", "trace"], "report_naive_trace.html"),
+                       (["naive/seed_1", "trace/seed_2"], "report_seed_1_seed_2.html"),
+                       (["naive/seed_1", "naive/seed_2"], "naive/report_seed_1_seed_2.html")):
         done = report(*[runs / one for one in some])
-        assert done.stdout.strip() == f"Report:  {runs / 'report.html'}"
-    done = report(runs / "naive/seed_1", runs / "naive/seed_2")
-    assert done.stdout.strip() == f"Report:  {runs / 'naive/report.html'}"
+        assert done.stdout.strip() == f"Report:  {runs / page}" and (runs / page).exists()
+    assert not (runs / "report.html").exists()
 
 
 @pytest.mark.parametrize("make, says", [

@@ -51,7 +51,9 @@ TEST(Said, WithoutALimitOneIsNamedForWhichPagesMakeRoom) {
 }
 
 TEST(Memory, OfRowsThatAreKeptIsAskedFor) {
-  const std::vector<Trajectory> batch = {{.tokens = {1, 2}}, {.tokens = {3}}};
+  std::vector<Trajectory> batch(2);
+  batch[0].tokens = {1, 2};
+  batch[1].tokens = {3};
   EXPECT_NO_THROW(require_memory_of_rows(batch, 1, "take less"));
   try {
     require_memory_of_rows(batch, std::int64_t{1} << 50, "take less");

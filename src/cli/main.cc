@@ -59,6 +59,23 @@ std::function<std::string(const std::string&)> within(double least, double most)
   };
 }
 
+/// The values live as long as the verb's callback.
+void add_arms(CLI::App* sub, std::vector<std::string>& arms, const std::string& what) {
+  const auto split = [&arms](const std::string& text) {
+    arms.clear();
+    for (std::size_t at = 0; at <= text.size();) {
+      const std::size_t end = std::min(text.find(',', at), text.size());
+      arms.push_back(text.substr(at, end - at));
+      if (arms.back().empty()) {
+        throw CLI::ValidationError(
+            cat({"--arms is '", text, "'; names stand between its commas, none of them empty"}));
+      }
+      at = end + 1;
+    }
+  };
+  sub->add_option_function<std::string>("--arms", split, what);
+}
+
 void add_samples(CLI::App* sub, std::int32_t& target) {
   constexpr double kMost = 16382;  // of a prompt, as schedule.samples
   sub->add_option("--samples", target, "of each prompt")
@@ -74,11 +91,8 @@ void add_demo(CLI::App& app, Chosen& chosen) {
   auto* sub = verb(app, "demo", "a small model post-trained by several methods side by side",
                    "demo\n  ./lockstep demo recipes/demo_tis.toml --run demo_tis");
   add_recipe(sub, *args, false);
-  sub->add_option("--arms", args->arms,
-                  "which, by commas; default: bf16,naive,trace and, where "
-                  "the time allows, trace_mod4")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+  add_arms(sub, args->arms,
+           "which, by commas; default: bf16,naive,trace and, where the time allows, trace_mod4");
   add_text(sub, "--run", args->run, "a name below runs/, or a path");
   sub->callback([&chosen, args] {
     if (args->recipe.find('=') != std::string::npos) {
@@ -99,10 +113,8 @@ void add_compare(CLI::App& app, Chosen& chosen) {
                    "  ./lockstep compare recipes/compare_tiny.toml --arms naive,trace --seeds 3 "
                    "--run mine");
   add_recipe(sub, *args, true);
-  sub->add_option("--arms", args->arms,
-                  "which, by commas: arms, or the recipe's variants; default: its compare.arms")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+  add_arms(sub, args->arms,
+           "which, by commas: arms, or the recipe's variants; default: its compare.arms");
   sub->add_option("--seeds", args->seeds, "how many; default: the recipe's compare.seeds")
       ->check(within(1, 1000));
   add_text(sub, "--run", args->run, "a name below runs/, or a path; default: the recipe's");
@@ -302,9 +314,9 @@ void add_report(CLI::App& app, Chosen& chosen) {
   sub->add_option("runs", args->runs,
                   "run directories, or folders of them; seeds of an arm become a band")
       ->required();
-  add_text(
-      sub, "--out", args->out,
-      "the page; default: report.html in the run's folder, of several in the one that holds them");
+  add_text(sub, "--out", args->out,
+           "the page; default: report.html in the run's folder; of several report_A_B.html where "
+           "they lie");
   add_text(sub, "--figures", args->figures, "a folder for the charts as SVG files");
   sub->callback([&chosen, args] { chosen = [args] { return report(*args); }; });
 }

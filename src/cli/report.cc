@@ -51,6 +51,15 @@ fs::path common_folder(const std::vector<fs::path>& folders) {
   return common;
 }
 
+/// Of several runs it is named after them: report.html may be that of all which lie there.
+std::string page_of(const std::vector<fs::path>& folders) {
+  constexpr std::size_t kMost = 100;
+  std::string name = "report";
+  for (const fs::path& folder : folders) name += "_" + folder.filename().string();
+  if (name.size() > kMost) name = cat({"report_of_", folders.size(), "_runs"});
+  return name + ".html";
+}
+
 }  // namespace
 
 int report(const ReportArgs& args) {
@@ -70,7 +79,8 @@ int report(const ReportArgs& args) {
   }
   fs::path out = args.out;
   if (out.empty()) {
-    out = (folders.size() == 1 ? folders[0] : common_folder(folders)) / "report.html";
+    out = folders.size() == 1 ? folders[0] / "report.html"
+                              : common_folder(folders) / page_of(folders);
   }
   instruments::write_report(runs, title, out, args.figures);
   print(cat({"Report:  ", out.string(), "\n"}));

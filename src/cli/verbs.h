@@ -133,7 +133,8 @@ int decompose(const DecomposeArgs& args);
 
 struct ReportArgs {
   std::vector<std::string> runs;  // names below runs/, or paths: run directories or folders of them
-  std::string out;  // empty: report.html in the one that is given; of several, in the folder of all
+  std::string out;  // empty: report.html in the one that is given; of several, report_A_B.html in
+                    // the folder of all
   std::string figures;  // a folder for the charts as SVG files; empty: none
 };
 int report(const ReportArgs& args);
