@@ -104,8 +104,17 @@ Entry& Store::Impl::cached_entry(std::size_t i, SpanId span) {
 std::vector<Arrival> Store::Impl::arrivals(std::span<const Rows<const std::byte>> places) {
   std::vector<Arrival> all;
   all.reserve(places.size());
+  std::vector<bool> seen;
   for (const Rows<const std::byte>& rows : places) {
-    all.push_back({&rows, schema.id(rows.place, rows.layout.encoding), rows.layout.bytes()});
+    const std::size_t column = schema.id(rows.place, rows.layout.encoding);
+    if (column >= seen.size()) seen.resize(column + 1);
+    if (seen[column]) {  // two threads would write one column
+      throw Error(cat({"records: layer ", rows.place.layer.value, ", site ",
+                       static_cast<int>(rows.place.site),
+                       " is twice among the places of one append; give each once"}));
+    }
+    seen[column] = true;
+    all.push_back({&rows, column, rows.layout.bytes()});
   }
   return all;
 }

@@ -119,6 +119,26 @@ TEST(Store, ARefusalIsTheFirstSpansAndSparesTheOthers) {
   }
 }
 
+// Given twice, a place would be written by two threads at a time: it is refused before any row is
+// kept, however many rows there are.
+TEST(Store, APlaceThatIsTwiceInOneAppendIsRefused) {
+  constexpr int kLayers = 10;
+  for (const int count : {1, 4000}) {
+    Store store({});
+    store.open({.id = {7}}, kContract);
+    const std::vector<TokenKey> tokens = positions({7}, 0, count);
+    ManyPlaces all(tokens, kLayers);
+    std::vector<Rows<const std::byte>> twice = all.rows;
+    twice.push_back(all.rows[6]);
+    EXPECT_EQ(thrown([&] { store.append_all(tokens, twice); }),
+              "records: layer 3, site 0 is twice among the places of one append; give each once");
+    EXPECT_EQ(store.metrics().at("fp4/trace/rows_written"), 0);
+    store.append_all(tokens, all.rows);
+    store.seal({7});
+    EXPECT_EQ(all.own(store, tokens), 2 * kLayers * count);
+  }
+}
+
 // A span that is given up while its rows come takes nothing from the others, nor any memory.
 TEST(Store, SpansAreGivenUpWhileRowsCome) {
   constexpr int kSpans = 40, kLayers = 6, kCount = 60;
