@@ -138,7 +138,7 @@ recipe::SettledDevice settled_device(const recipe::Recipe& recipe, const Arm& ar
   recipe::Recipe there = recipe;
   if (there.device == recipe::kAutoDevice) there.device = "cuda";
   recipe::Budget budget = recipe::budget(there, arm, model);
-  if (!trains) budget.trainer = budget.trainer_most = budget.evaluation = 0;
+  if (!trains) budget.trainer = budget.trainer_most = budget.evaluation = budget.read_ahead = 0;
   return recipe::settle_device(recipe.device, budget, [&](Device device) {
     rollout::require_runs({model, arm.contract, arm.guide, 0}, arm.rollout, device);
     if (trains) train::require_runs(device);

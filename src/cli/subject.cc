@@ -102,7 +102,7 @@ Subject open_subject(const std::string& what, const std::vector<std::string>& as
   settle_device(recipe, checked, policy.config, trains);
   recipe::Budget budget = recipe::budget(recipe, checked, policy.config);
   budget.evaluation = 0;
-  if (!trains) budget.trainer = budget.trainer_most = 0;
+  if (!trains) budget.trainer = budget.trainer_most = budget.read_ahead = 0;
   const Device device = recipe::ready_device(recipe.device, budget);
   require_memory(budget, device);
   Arm arm = ready_arm(recipe, policy, *task);

@@ -79,6 +79,11 @@ Budget budget(const Recipe& recipe, const Arm& arm, const ModelConfig& model) {
   b.record_per_token =
       Agreement{.model = model, .contract = arm.contract, .guide = arm.guide}.bytes_per_token();
   b.record_per_token_full = full_code_bytes(model);
+  if (is_limited) {
+    const std::int64_t tokens =
+        std::max(recipe.trainer.tokens_per_pass, recipe.schedule.sampling.max_new_tokens);
+    b.read_ahead = std::min(recipe.trainer.read_ahead_bytes, tokens * b.record_per_token);
+  }
   return b;
 }
 
@@ -90,7 +95,10 @@ void require_memory(const std::string& name, const DeviceMemory& memory, const B
           ? cat({" and trainer.memory ", bytes_text(b.trainer_most), ": lower trainer.memory"})
           : cat({", the trainer ", bytes_text(b.trainer),
                  ", and beside them in turn rollout.cache ", bytes_text(b.cache),
-                 " and evaluation ", bytes_text(b.evaluation), ": lower rollout.cache"});
+                 " and evaluation ", bytes_text(b.evaluation),
+                 b.read_ahead > 0 ? " and records read ahead " + bytes_text(b.read_ahead) : "",
+                 b.read_ahead > std::max(b.cache, b.evaluation) ? ": lower trainer.tokens_per_pass"
+                                                                : ": lower rollout.cache"});
   throw Error(cat({"device is ", name, ", which has ", beside(memory.free, needed), " of ",
                    bytes_text(memory.total), " free; ", bytes_text(needed),
                    " are needed: rollout weights take ", bytes_text(b.rollout_weights), parts,
@@ -135,6 +143,7 @@ void require_host_memory(const DeviceMemory& memory, const Budget& b, Device dev
                      "; ", remedy}));
   };
   const bool on_cpu = device.kind == Device::Kind::kCpu;
+  const std::int64_t ahead = on_cpu ? 0 : b.read_ahead;
   constexpr const char* kAll = " of memory";
   if (on_cpu) require("rollout.cache is ", b.cache, memory.total, kAll, "lower it");
   require("rollout.swap is ", b.swap, memory.total, kAll, "lower it");
@@ -148,12 +157,14 @@ void require_host_memory(const DeviceMemory& memory, const Budget& b, Device dev
             at_once, memory.free, " of memory free",
             "lower rollout.cache, choose a smaller model, or end what else runs here");
   }
-  require(cat({on_cpu ? cat({"rollout weights, cache, trainer and evaluation ", bytes_text(at_once),
-                             ", "})
-                      : std::string(),
-               "rollout.swap ", bytes_text(b.swap), " and store.ram ", bytes_text(b.records),
-               " may take together "}),
-          at_once + b.swap + b.records, memory.total, kAll, "lower rollout.swap or store.ram");
+  require(
+      cat({on_cpu
+               ? cat({"rollout weights, cache, trainer and evaluation ", bytes_text(at_once), ", "})
+               : std::string(),
+           "rollout.swap ", bytes_text(b.swap), ahead > 0 ? ", store.ram " : " and store.ram ",
+           bytes_text(b.records), ahead > 0 ? " and records read ahead " + bytes_text(ahead) : "",
+           " may take together "}),
+      at_once + b.swap + b.records + ahead, memory.total, kAll, "lower rollout.swap or store.ram");
 }
 
 std::int64_t full_code_bytes(const ModelConfig& model) {
@@ -191,14 +202,16 @@ std::string to_string(const Budget& b) {
               b.parameters,
               b.trainers > 1 ? " parameters and as many of the reference's" : " parameters",
               b.evaluation > 0 ? ", an evaluation's engine " + bytes_text(b.evaluation) : "",
+              b.read_ahead > 0 ? ", records read ahead up to " + bytes_text(b.read_ahead) : "",
               "\nhost:   swapped pages up to ",
               bytes_text(b.swap),
               ", records up to ",
               bytes_text(b.records),
               " (",
               bytes_text(b.record_per_token),
-              " a token)\n",
-              "disk:   checkpoints ",
+              " a token)",
+              b.read_ahead > 0 ? ", those read ahead up to " + bytes_text(b.read_ahead) : "",
+              "\ndisk:   checkpoints ",
               bytes_text(b.checkpoints),
               ", records up to ",
               bytes_text(b.records_disk),

@@ -19,6 +19,7 @@ struct Budget {
   std::int64_t trainer = 0;          // device: masters, gradients, moments, a copy to compute with
   std::int64_t trainer_most = 0;     // GPU: trainer.memory, or as much as the line above
   std::int64_t evaluation = 0;       // device, at most: an engine of its own, for a while
+  std::int64_t read_ahead = 0;       // GPU, at most, and as much of the host's: a pass's records
   std::int64_t swap = 0;             // host
   std::int64_t records = 0;          // host
   std::int64_t checkpoints = 0;      // disk
@@ -27,9 +28,11 @@ struct Budget {
   std::int64_t record_per_token = 0;
   std::int64_t record_per_token_full = 0;  // full codes of every layer
 
-  /// On a GPU the cache makes room for the trainer's activations and for the evaluation.
+  /// On a GPU the cache makes room for the trainer's activations and records, and for the
+  /// evaluation.
   std::int64_t device() const {
-    return rollout_weights + std::max(trainer_most, trainer + std::max(cache, evaluation));
+    return rollout_weights +
+           std::max(trainer_most, trainer + std::max({cache, evaluation, read_ahead}));
   }
   /// On a CPU all of it lies side by side.
   std::int64_t host() const { return rollout_weights + cache + trainer + evaluation; }
@@ -56,8 +59,9 @@ void require_memory(const std::string& name, const DeviceMemory& memory, const B
 void require_memory_of_all(int runs, std::span<const Budget> budgets, const DeviceMemory& memory);
 
 /// Of the machine's memory: what lies there beside each other on a CPU must fit into what is free,
-/// and with it what a run may come to keep, swapped pages and records, into all that there is. A 0
-/// of `memory` says nothing. Throws Error with the bytes needed, those there and the key to lower.
+/// and with it what a run may come to keep, swapped pages, records, and those on their way to a
+/// GPU, into all that there is. A 0 of `memory` says nothing. Throws Error with the bytes needed,
+/// those there and the key to lower.
 void require_host_memory(const DeviceMemory& memory, const Budget& budget, Device device);
 
 /// The first of these of any `runs` at once.

@@ -105,6 +105,26 @@ TEST(DeviceChoice, ADeviceWithTooLittleMemoryIsRefusedWithTheBytes) {
   }
 }
 
+TEST(DeviceChoice, RecordsReadAheadTakeTheCachesPlace) {
+  Budget b = {.rollout_weights = 1 << 20, .cache = 2 << 20, .trainer = 3 << 20};
+  b.read_ahead = 2 << 20;
+  EXPECT_EQ(b.device(), 6 << 20);
+  b.read_ahead = 5 << 20;
+  EXPECT_EQ(b.device(), 9 << 20);
+  try {
+    require_memory("cuda", {.total = 16 << 20, .free = 8 << 20}, b);
+    FAIL() << "a MiB too few";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what())
+                  .find(" and records read ahead 5 MiB: lower trainer.tokens_per_pass"),
+              std::string::npos)
+        << error.what();
+  }
+  const std::string text = to_string(b);
+  EXPECT_NE(text.find("records read ahead up to 5 MiB\nhost:"), std::string::npos) << text;
+  EXPECT_NE(text.find("those read ahead up to 5 MiB\ndisk:"), std::string::npos) << text;
+}
+
 TEST(DeviceChoice, RunsAtOnceNeedTheMemoryOfTheLargest) {
   const std::vector<Budget> runs = {{.cache = 3 << 20}, {.trainer = 7 << 20}, {.cache = 5 << 20}};
   EXPECT_NO_THROW(require_memory_of_all(2, runs, {.free = 12 << 20}));
@@ -152,6 +172,19 @@ TEST(DeviceChoice, TheMachinesMemoryIsAskedForWhatLiesThere) {
   EXPECT_NE(said((11ll << 30) - 1, 1, kGpu).find("may take together 11 GiB"), std::string::npos);
   EXPECT_EQ(said(1ll << 30, 1, kGpu),
             "rollout.swap is 5 GiB, and this machine has 1 GiB of memory; lower it");
+
+  Budget guided = b;  // pinned beside the store, on a GPU alone
+  guided.read_ahead = 1ll << 30;
+  EXPECT_NO_THROW(require_host_memory({.total = all, .free = at_once}, guided, kCpu));
+  EXPECT_NO_THROW(require_host_memory({.total = 12ll << 30, .free = 1}, guided, kGpu));
+  try {
+    require_host_memory({.total = 11ll << 30, .free = 1}, guided, kGpu);
+    FAIL() << "no room for records that are read ahead";
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "rollout.swap 5 GiB, store.ram 6 GiB and records read ahead 1 GiB may take together "
+              "12 GiB, and this machine has 11 GiB of memory; lower rollout.swap or store.ram");
+  }
 
   const std::vector<Budget> runs(3, b);
   EXPECT_NO_THROW(require_host_memory_of_all(2, runs, {.total = all, .free = 2 * at_once}));

@@ -332,6 +332,14 @@ TEST(Preflight, BytesOfTheBudget) {
   EXPECT_EQ(b.record_per_token_full, 8 * (73 + 36 + 36) + 8 * 2);
   EXPECT_EQ(b.cache_per_token, 8 * 2 * 36);
   EXPECT_EQ(bytes_text(13 * 1024 + 820), "13.8 KiB");
+  // A pass's records are read ahead to a GPU, within a bound.
+  EXPECT_EQ(b.read_ahead, 0);
+  const auto read_ahead = [](const std::string& keys) {
+    const Recipe there = parse_recipe("device = \"cuda\"\n" + keys, "r");
+    return budget(there, bind(there.arm, kModel), kModel).read_ahead;
+  };
+  EXPECT_EQ(read_ahead("arm = \"trace\""), 8192 * b.record_per_token);
+  EXPECT_EQ(read_ahead("arm = \"trace\"\n[trainer]\ntokens_per_pass = 100000000"), 1ll << 30);
 }
 
 TEST(Arm, FormatsAreKeysAndBooleansStayWhatTheyWere) {
