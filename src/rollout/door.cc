@@ -47,7 +47,10 @@ void require_formats(const Contract& contract, const Options& options) {
       contract.weight.global_is_power_of_two && contract.activation.global_is_power_of_two;
   if (expert_product(contract) == ExpertProduct::kNvfp4 && !powers &&
       options.residual != Residual::kNone) {
-    refuse("the contract's global scales are FP32 numbers, under which a residual is not NVFP4");
+    refuse(
+        "residual.kind is not none and the contract's global scales are FP32 numbers, under which "
+        "a residual is not NVFP4; set residual.kind = \"none\", or contract.preset = \"lockstep\", "
+        "whose scales are powers of two");
   }
 }
 
