@@ -20,6 +20,7 @@ struct Params {
   std::int64_t f32_stride = 0;
   std::uint32_t rows = 0;
   std::uint32_t cols = 0;
+  std::uint32_t first = 0;  // of blocks along a row: those before it are other launches'
 };
 
 /// The four pairs of eight codes as FP16, the even element low.
@@ -48,7 +49,7 @@ __device__ inline float2 unpack_half(std::uint32_t pair) {
 template <bool kBf16, bool kF32>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Params p) {
   const std::uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
-  const std::uint32_t eight = blockIdx.y * blockDim.x + threadIdx.x;
+  const std::uint32_t eight = (p.first + blockIdx.y) * blockDim.x + threadIdx.x;
   if (row >= p.rows || eight * 8 >= p.cols) return;
   const std::uint32_t word =
       *reinterpret_cast<const std::uint32_t*>(p.from.codes + row * p.from.codes_stride + eight * 4);
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
 __global__ void __launch_bounds__(kThreads)
     dequantize_general_kernel(const __grid_constant__ Params p) {
   const std::uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
-  const std::uint32_t col = blockIdx.y * blockDim.x + threadIdx.x;
+  const std::uint32_t col = (p.first + blockIdx.y) * blockDim.x + threadIdx.x;
   if (row >= p.rows || col >= p.cols) return;
   const float value = value_at(p.from, row, col);
   if (p.bf16 != nullptr) p.bf16[row * p.bf16_stride + col] = to_bf16(value);
@@ -95,16 +96,21 @@ bool aligned(const T* data, std::int64_t stride, std::int64_t to) {
          stride * static_cast<std::int64_t>(sizeof(T)) % to == 0;
 }
 
-/// A block of threads as wide as a row of `wide` pieces, and the grid of them.
-struct Launch {
-  dim3 grid, threads;
-};
+using Kernel = void (*)(Params);
 
-Launch launch_for(std::uint32_t rows, std::uint32_t wide) {
+/// Blocks of threads as wide as a row of `wide` pieces, in as many launches as a grid's second
+/// dimension makes necessary.
+void launch(const char* name, Kernel kernel, Params p, std::uint32_t wide, cudaStream_t order) {
+  constexpr unsigned int kMostAcross = 65535;
   unsigned int x = 1;
   while (x < wide && x < kThreads) x *= 2;
   const unsigned int y = kThreads / x;
-  return {{(rows + y - 1) / y, (wide + x - 1) / x}, {x, y}};
+  const unsigned int across = (wide + x - 1) / x;
+  for (p.first = 0; p.first < across; p.first += kMostAcross) {
+    const dim3 grid((p.rows + y - 1) / y, std::min(kMostAcross, across - p.first));
+    kernel<<<grid, dim3(x, y), 0, order>>>(p);
+    cuda::require_launch(name);
+  }
 }
 
 Params params_of(const DequantizeArgs& args) {
@@ -128,19 +134,12 @@ void dequantize_cuda(const DequantizeArgs& args, Stream stream) {
   if (p.from.rule.is_wide() || p.from.rule.macro_block > 0 ||
       !aligned(p.from.codes, p.from.codes_stride, 4) || !aligned(p.bf16, p.bf16_stride, 16) ||
       !aligned(p.f32, p.f32_stride, 16)) {
-    const Launch launch = launch_for(p.rows, p.cols);
-    dequantize_general_kernel<<<launch.grid, launch.threads, 0, order>>>(p);
-    return cuda::require_launch("dequantize_general_kernel");
+    return launch("dequantize_general_kernel", dequantize_general_kernel, p, p.cols, order);
   }
-  const Launch launch = launch_for(p.rows, p.cols / 8);
-  if (p.f32 == nullptr) {
-    dequantize_kernel<true, false><<<launch.grid, launch.threads, 0, order>>>(p);
-  } else if (p.bf16 == nullptr) {
-    dequantize_kernel<false, true><<<launch.grid, launch.threads, 0, order>>>(p);
-  } else {
-    dequantize_kernel<true, true><<<launch.grid, launch.threads, 0, order>>>(p);
-  }
-  cuda::require_launch("dequantize_kernel");
+  const Kernel kernel = p.f32 == nullptr    ? dequantize_kernel<true, false>
+                        : p.bf16 == nullptr ? dequantize_kernel<false, true>
+                                            : dequantize_kernel<true, true>;
+  launch("dequantize_kernel", kernel, p, p.cols / 8, order);
 }
 
 }  // namespace lockstep::kernels

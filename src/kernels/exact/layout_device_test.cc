@@ -134,6 +134,45 @@ TEST_P(LayoutOn, DequantizeTakesTheExponentWhereNoGlobalScaleIsKept) {
   EXPECT_EQ(to_float(values[15]), 16.0f);
 }
 
+// A grid has 65535 blocks along its second dimension: longer rows take several launches.
+TEST_P(LayoutOn, DequantizeTakesRowsLongerThanAGrid) {
+  const Device device = GetParam();
+  Quantizer mxfp8 = mx_rule(ScaleRule::kMxEven);
+  mxfp8.element = Element::kE4m3;
+  const std::int64_t of_grid = std::int64_t{65535} * 256;
+  for (const bool wide : {true, false}) {
+    const Quantizer rule = wide ? mxfp8 : mx_rule(ScaleRule::kMxEven);
+    const std::int64_t per_thread = wide ? 1 : 8;  // elements
+    const std::int64_t cols = per_thread * (of_grid + 512), code_cols = wide ? cols : cols / 2;
+    const Buffer codes(device, code_cols), scales(device, cols / 32), out(device, cols * 2);
+    fill_bytes(codes.as<void>(), device, wide ? 0x38 : 0x22, codes.bytes());  // 1
+    fill_bytes(scales.as<void>(), device, 127, scales.bytes());               // 1
+    fill_bytes(out.as<void>(), device, 0xFF, out.bytes());
+    // Other numbers about the last column of the first launch, and in the last block.
+    const std::int64_t edge = per_thread * of_grid / 32;
+    for (const std::int64_t block : {edge - 1, edge, cols / 32 - 1}) {
+      const auto scale = static_cast<std::uint8_t>(128 + block % 3);
+      copy_bytes(scales.as<std::uint8_t>() + block, device, &scale, {}, 1);
+    }
+    synchronize(device);
+    dequantize({.codes = {on<const std::uint8_t>(codes, 1, code_cols),
+                          on<const std::uint8_t>(scales, 1, cols / 32),
+                          {}},
+                .rule = rule,
+                .bf16 = on<Bf16>(out, 1, cols)});
+    synchronize(device);
+    for (const std::int64_t block :
+         {std::int64_t{0}, edge - 2, edge - 1, edge, edge + 1, cols / 32 - 2, cols / 32 - 1}) {
+      const bool other = block == edge - 1 || block == edge || block == cols / 32 - 1;
+      const float expected = other ? power_of_two(static_cast<int>(1 + block % 3)) : 1.0f;
+      std::vector<Bf16> values(32);
+      copy_bytes(values.data(), {}, out.as<Bf16>() + block * 32, device, 64);
+      synchronize(device);
+      for (const Bf16 value : values) ASSERT_EQ(to_float(value), expected) << wide << " " << block;
+    }
+  }
+}
+
 TEST_P(LayoutOn, ScalesThatNoQuantizerWroteAreNaNOrRefused) {
   const Device device = GetParam();
   const Buffer codes = to_device(std::vector<std::uint8_t>(16, 0x22), device);

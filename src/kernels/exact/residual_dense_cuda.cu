@@ -1,4 +1,6 @@
 /// The dense second pass on a CUDA device, an element a thread: its operand, and the sum of both.
+#include <algorithm>
+
 #include "device/cuda/check.h"
 #include "kernels/exact/code_value_cuda.h"
 #include "kernels/exact/residual_row.h"
@@ -16,12 +18,13 @@ struct RestParams {
   float* rest;
   std::int64_t rest_stride;
   std::uint32_t cols;
+  std::uint32_t first = 0;  // of blocks along a row: those before it are other launches'
 };
 
 /// Blocks: x over rows, y along them.
 __global__ void __launch_bounds__(kThreads)
     residual_rest_kernel(const __grid_constant__ RestParams p) {
-  const std::uint32_t row = blockIdx.x, col = blockIdx.y * kThreads + threadIdx.x;
+  const std::uint32_t row = blockIdx.x, col = (p.first + blockIdx.y) * kThreads + threadIdx.x;
   if (col >= p.cols) return;
   p.rest[row * p.rest_stride + col] =
       to_float(p.x[row * p.x_stride + col]) - value_at(p.q, row, col);
@@ -33,11 +36,12 @@ struct SumParams {
   Bf16* out;
   std::int64_t out_stride;
   std::uint32_t cols;
+  std::uint32_t first = 0;  // of blocks along a row: those before it are other launches'
 };
 
 __global__ void __launch_bounds__(kThreads)
     residual_sum_kernel(const __grid_constant__ SumParams p) {
-  const std::uint32_t row = blockIdx.x, col = blockIdx.y * kThreads + threadIdx.x;
+  const std::uint32_t row = blockIdx.x, col = (p.first + blockIdx.y) * kThreads + threadIdx.x;
   if (col >= p.cols) return;
   p.out[row * p.out_stride + col] =
       to_bf16(value_at(p.q, row, col) + p.alpha * value_at(p.rest, row, col));
@@ -49,9 +53,16 @@ __global__ void __launch_bounds__(kThreads)
   if (i < count) y[i] += alpha * x[i];
 }
 
-dim3 grid_of(std::int64_t rows, std::int64_t cols) {
-  return {static_cast<unsigned int>(rows),
-          static_cast<unsigned int>((cols + kThreads - 1) / kThreads)};
+/// In as many launches as a grid's second dimension makes necessary.
+template <typename Params>
+void launch(const char* name, void (*kernel)(Params), Params p, std::int64_t rows, Stream stream) {
+  constexpr std::uint32_t kMostAcross = 65535;
+  const std::uint32_t across = (p.cols + kThreads - 1) / kThreads;
+  for (p.first = 0; p.first < across; p.first += kMostAcross) {
+    const dim3 grid(static_cast<unsigned int>(rows), std::min(kMostAcross, across - p.first));
+    kernel<<<grid, kThreads, 0, cuda::stream_of(stream)>>>(p);
+    cuda::require_launch(name);
+  }
 }
 
 }  // namespace
@@ -67,8 +78,7 @@ void residual_rest_cuda(TensorView<const Bf16, 2> x, const Quantizer& rule,
                      .rest = rest.data,
                      .rest_stride = rest.stride[0],
                      .cols = static_cast<std::uint32_t>(cols)};
-  residual_rest_kernel<<<grid_of(rows, cols), kThreads, 0, cuda::stream_of(stream)>>>(p);
-  cuda::require_launch("residual_rest_kernel");
+  launch("residual_rest_kernel", residual_rest_kernel, p, rows, stream);
 }
 
 void add_residual_cuda(const PackedView<const std::uint8_t>& q,
@@ -82,8 +92,7 @@ void add_residual_cuda(const PackedView<const std::uint8_t>& q,
                     .out = out.data,
                     .out_stride = out.stride[0],
                     .cols = static_cast<std::uint32_t>(cols)};
-  residual_sum_kernel<<<grid_of(rows, cols), kThreads, 0, cuda::stream_of(stream)>>>(p);
-  cuda::require_launch("residual_sum_kernel");
+  launch("residual_sum_kernel", residual_sum_kernel, p, rows, stream);
 }
 
 void add_product_cuda(TensorView<const float, 2> x, float alpha, TensorView<float, 2> y,

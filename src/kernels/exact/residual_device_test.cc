@@ -9,6 +9,7 @@
 
 #include "base/philox.h"
 #include "device/testing.h"
+#include "kernels/exact/packed_matrix.h"
 #include "kernels/exact/quantize.h"
 #include "kernels/exact/residual.h"
 #include "numerics/scale.h"
@@ -225,6 +226,35 @@ TEST_P(ResidualDevice, TheDensePassAndItsSumsAreTheDefinition) {
       };
       EXPECT_TRUE(outcome(device) == outcome({})) << rows << " x " << cols << " " << rule.is_mx();
     }
+  }
+}
+
+// A grid has 65535 blocks along its second dimension: longer rows take several launches.
+TEST_P(ResidualDevice, SumsOfRowsLongerThanAGrid) {
+  const Device on = GetParam();
+  const Quantizer rule = mx_rule(ScaleRule::kMxEven);
+  const std::int64_t edge = std::int64_t{65535} * 256, cols = edge + 512;
+  const Buffer codes(on, cols / 2), scales(on, cols / 32), sum(on, cols * 2);
+  fill_bytes(codes.as<void>(), on, 0x22, codes.bytes());   // 1
+  fill_bytes(scales.as<void>(), on, 127, scales.bytes());  // 1
+  fill_bytes(sum.as<void>(), on, 0xFF, sum.bytes());
+  for (const std::int64_t block : {edge / 32, cols / 32 - 1}) {
+    const std::uint8_t four = 129;
+    copy_bytes(scales.as<std::uint8_t>() + block, on, &four, {}, 1);
+  }
+  synchronize(on);
+  const PackedView<const std::uint8_t> q = {
+      {codes.as<const std::uint8_t>(), {1, cols / 2}, {cols / 2, 1}, on},
+      {scales.as<const std::uint8_t>(), {1, cols / 32}, {cols / 32, 1}, on},
+      {}};
+  add_residual(q, q, rule, 0.5f, {sum.as<Bf16>(), {1, cols}, {cols, 1}, on});
+  synchronize(on);
+  for (const std::int64_t col : {std::int64_t{0}, edge - 1, edge, edge + 32, cols - 33, cols - 1}) {
+    Bf16 value{};
+    copy_bytes(&value, {}, sum.as<Bf16>() + col, on, sizeof(value));
+    synchronize(on);
+    const bool other = col == edge || col == cols - 1;
+    EXPECT_EQ(to_float(value), other ? 6.0f : 1.5f) << col;
   }
 }
 
