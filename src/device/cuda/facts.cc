@@ -42,6 +42,12 @@ std::string why_unusable(const Facts& facts) {
                 facts.devices == 1 ? " is there" : " are there",
                 "; use a lower number, or device = \"cpu\""});
   }
+  if (facts.is_prohibited) {
+    return cat({"CUDA device ", facts.index,
+                " is in compute mode prohibited, in which no process can use it; let its "
+                "administrator run nvidia-smi -i ",
+                facts.index, " -c DEFAULT, use another device, or device = \"cpu\""});
+  }
   if (facts.major != kMajor || facts.minor != kMinor) {
     return cat({"CUDA device ", facts.index, " has compute capability ", facts.major, ".",
                 facts.minor, ", the kernels are made for ", kMajor, ".", kMinor,

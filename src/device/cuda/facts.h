@@ -20,6 +20,7 @@ struct Facts {
   int devices = 0;
   int index = 0;                // of the one that is meant
   int major = 0, minor = 0;     // its compute capability
+  bool is_prohibited = false;   // by its compute mode: no process may use it
   std::string architectures{};  // of the build, as CMake has them: "90a-real;100a-real"
 };
 

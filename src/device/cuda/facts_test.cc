@@ -70,6 +70,15 @@ TEST(CudaFacts, OfADeviceThatIsNotThereSayHowManyAre) {
   expect_says(far, {"no CUDA device -1"});
 }
 
+TEST(CudaFacts, OfAProhibitedDeviceNameTheModeAndHowToLeaveIt) {
+  Facts closed = h200();
+  closed.devices = 2;
+  closed.index = 1;
+  closed.is_prohibited = true;
+  expect_says(closed, {"CUDA device 1 is in compute mode prohibited", "nvidia-smi -i 1 -c DEFAULT",
+                       "device = \"cpu\""});
+}
+
 TEST(CudaFacts, OfAnotherArchitectureNameItAndOurs) {
   for (const auto& [major, minor] : {std::pair{8, 0}, {8, 9}, {10, 0}, {12, 0}, {9, 1}}) {
     Facts other = h200();

@@ -30,6 +30,9 @@ Facts look(std::int8_t index) {
           "cudaDeviceGetAttribute");
   require(cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, index),
           "cudaDeviceGetAttribute");
+  int mode = cudaComputeModeDefault;
+  require(cudaDeviceGetAttribute(&mode, cudaDevAttrComputeMode, index), "cudaDeviceGetAttribute");
+  facts.is_prohibited = mode == cudaComputeModeProhibited;
   return facts;
 }
 
