@@ -276,9 +276,10 @@ template <bool kMx, Record kRecord, int kLanes, int kChunks, bool kWide = false>
 void launch(const Lane& lane, unsigned int threads, Stream stream) {
   const std::int64_t rows_each = kWide ? 1 : kThreads / kLanes;
   const auto grid = static_cast<unsigned int>((lane.p.rows + rows_each - 1) / rows_each);
-  cuda::launch_beside("quantize_lane_kernel",
-                      quantize_lane_kernel<kMx, kRecord, kLanes, kChunks, kWide>, dim3(grid),
-                      dim3(threads), 0, stream, lane);
+  const auto kernel = quantize_lane_kernel<kMx, kRecord, kLanes, kChunks, kWide>;
+  // A step's few rows come between the router and the experts, whose blocks start beside these.
+  if (lane.p.rows <= kFewRows) cuda::lay_out_for_shared(kernel);
+  cuda::launch_beside("quantize_lane_kernel", kernel, dim3(grid), dim3(threads), 0, stream, lane);
 }
 
 template <bool kMx, Record kRecord>
