@@ -160,6 +160,7 @@ int sft(const SftArgs& args) {
   const double began = seconds();
   const std::filesystem::path out = run_folder(args.out.empty() ? stem(args.recipe) : args.out);
   require_ours(out, r);
+  const Unfinished unfinished(out, r);
   const Policy policy = open_policy(r.model, !r.fresh);
   std::int64_t parameters = 0;
   for (const WeightId& id : weight_ids(policy.config)) {
@@ -193,7 +194,6 @@ int sft(const SftArgs& args) {
   const RandomWeights fresh(policy.config, r.init_std, r.seed);
   const WeightSource& start = r.fresh ? static_cast<const WeightSource&>(fresh) : *policy.weights;
   load(start, trainer.initial_weights());
-  const Unfinished unfinished(out, r);
   const auto done = std::ssize(unfinished.losses());
   if (done > 0) {
     unfinished.load(trainer);
